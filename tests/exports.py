@@ -98,6 +98,21 @@ def exported_pair(once):
 
 
 @pytest.fixture(scope="session")
+def exported_told(once):
+    """A network that is told a scale of guidance, exported with room for adapters."""
+    from megadit.models.bundle import Bundle
+
+    from .bundles import CONFIG, write_tiny_bundle
+
+    def write(folder: Path) -> None:
+        config = replace(CONFIG, num_layers=1, guidance_embedding_range=(1.0, 6.0))
+        bundle = write_tiny_bundle(folder / "bundle", config).path
+        export_denoiser(bundle, folder / "exported", profiles=("text=1,4,9", "batch=1,2,2"), adapter_rank=2)
+
+    return Bundle.open(once("told", write) / "exported")
+
+
+@pytest.fixture(scope="session")
 def exported_clip(once):
     """Both towers of a random CLIP, of pictures of 32 x 32, for up to three at once."""
     return _exported_judge(once, "clip")

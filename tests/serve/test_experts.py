@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
-from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter
 
 PROMPT, SEED = "a red seven", 5
@@ -21,10 +19,8 @@ PATTERNS = ("blocks.*attention.*",)
 
 
 @pytest.mark.slow
-def test_a_pair_is_served(tritonserver, bundle_dir, tmp_path):
-    pair, exported = tmp_path / "pair", tmp_path / "exported"
-    write_pair_bundle(bundle_dir, pair)
-    export_bundle(pair, exported, ExportSettings(profiles=("batch=1,1,2",), video_steps=1, adapter_rank=4))
+def test_a_pair_is_served(tritonserver, exported_pair, tmp_path):
+    pair = exported_pair.path
     names = {
         seed: make_adapter(tmp_path / "adapters" / seed, pair, int(seed), base=False, patterns=PATTERNS)
         for seed in "12"
@@ -35,9 +31,9 @@ def test_a_pair_is_served(tritonserver, bundle_dir, tmp_path):
     assert np.abs(expected - other).max() > 10, "negative control: the second network must matter"
     adapted = image_of_pipeline(pipeline, adapters=scales)
     assert np.abs(expected - adapted).max() > 10, "negative control: so must adapters"
-    for runtime, path in (("torch", pair), ("onnx", exported)):
+    for runtime in ("torch", "onnx"):
         repository = build_repository(
-            path,
+            pair,
             tmp_path / f"models_{runtime}",
             scheduling=Scheduling(device="cpu"),
             runtime=runtime,

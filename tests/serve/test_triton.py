@@ -192,10 +192,10 @@ def seconds_until_free(client: VideoClient) -> float:
     return time.monotonic() - began
 
 
-def test_twenty_cancels_free_the_slot(client):
+def test_cancels_free_the_slot(client):
     """Each long request would take many seconds; after its cancel, a short one is served at once."""
     randomness, waits = np.random.default_rng(0), []
-    for _ in range(20):
+    for _ in range(8):
         generation, last = client.stream(LONG), int(randomness.integers(1, 60))
         with pytest.raises(CancelledError):
             for event in generation:
