@@ -330,3 +330,18 @@ def test_the_site_builds_and_every_link_leads_somewhere(tmp_path):
     assert "optimizer.lr_warmup_iters" in keys and "Steps of linear increase" in keys
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "from_pretrained" in api and "classifier-free" in api
+
+
+def test_every_named_file_exists():
+    """Of tables and sentences in documents, and of docstrings; programs of others are named in docs/coming-from.md."""
+    folders = ("models", "infer", "train", "export", "serve", "docs", "tests")
+    files = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    known = {path.as_posix() for path in files} | {"/model.py", "/scorer.py"}
+    gone = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files
+        if file.suffix in (".md", ".py") and file.name != "coming-from.md" and not file.is_relative_to(ROOT / "tests")
+        for name in re.findall(r"`(?:DIR/|runs/demo/scorer/)?([\w/]+\.py)`", file.read_text(encoding="utf-8"))
+        if not any(path.endswith("/" + name) for path in known)
+    ]
+    assert not gone

@@ -16,7 +16,7 @@ from megadit.models.storage.tensor_source import open_safetensors
 
 TORCH = "torch"
 AUTO = "auto"
-"""The default dtype: that of the stored weights, where the device supports it (`chosen_dtype.py`)."""
+"""The default dtype: that of the stored weights, where the device supports it (`chosen_dtype`)."""
 Measure = Literal["latents", "lpips"]
 
 

@@ -1,7 +1,7 @@
 """Rules across the settings of a run: a condition, a requirement, and a remedy if it is not met.
 
-`learning_rules.py` has the rules of data and objectives, `computing_rules.py` those of how a step is computed; this
-file has the others and the functions that check them all. Bounds of single values are declared with their fields
+`learning_rules.py` has the rules of data and objectives; this file has the others, of a run and of how a step is
+computed, and the functions that check them all. Bounds of single values are declared with their fields
 (`schema.py`, `upkeep.py`). Rules of parallel layouts are declared with `ParallelSizes`: sampling needs them too.
 """
 

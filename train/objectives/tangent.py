@@ -1,7 +1,7 @@
 """Exact directional derivative of a network, by forward-mode differentiation through its collectives.
 
 Ops use their reference implementations (`ops.registry.by_reference`). Collectives are linear: the tangent of a
-collective is the collective of the tangent. Those of `context_parallel.py` and `axial.py` implement `jvp`; for
+collective is the collective of the tangent. Those of `context.py` and `axial.py` implement `jvp`; for
 Megatron's, listed in `EXCHANGES`, it is done here.
 """
 

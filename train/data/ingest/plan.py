@@ -52,7 +52,7 @@ class Settings:
     """Measured as the brightest twentieth of the brightest frame (0..255)."""
     min_motion: float = setting(0.4, "motion below which clips are dropped as static (default: {default})")
     """Measured between neighbouring frames: their mean difference (0..255), or a tenth of that of the pixels that
-    change most, whichever is larger (`clips/motion.py`)."""
+    change most, whichever is larger (`clips/decode.py`)."""
     min_flow: float = setting(0.0, "optical flow below which clips are dropped as slow (default: {default})", low=0)
     """Measured as mean speed of all pixels, in frame sides per second; fading and flicker do not count."""
     min_contrast: float = setting(2.0, "contrast below which images are dropped as blank (default: {default})")

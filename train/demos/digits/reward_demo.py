@@ -33,6 +33,8 @@ from megadit.train.demos.digits.data import Attributes
 from megadit.train.demos.stages import Stage, check_base, run_stages, summary_of_seconds
 
 REWARD = ("all=1", "left=1", "diversity=0.5")
+SPREAD = ("0.25", "2")
+"""Bounds of the diversity: clips whose place is fixed differ less."""
 FAR = 3.0
 """Pixels left of the middle from which on a clip gets no higher reward; digits of the data set lie within 1.5."""
 SHOWN = 6
@@ -47,7 +49,7 @@ class RewardDemo:
     out: Path
     bundle: Path
     num_ranks: int = 2
-    rounds: int = 4
+    rounds: int = 5
     prompts_per_round: int = 64
     seed: int = 1234
 
@@ -126,6 +128,7 @@ def _reward(demo: RewardDemo) -> None:
         *("--prompts", str(demo.prompts), "--scorer_dir", str(demo.scorer), "--reward", *REWARD),
         *("--rounds", str(demo.rounds), "--prompts_per_round", str(demo.prompts_per_round)),
         *("--recipe", "digits", "--nproc", str(demo.num_ranks), "--check_interval", str(demo.rounds)),
+        *("--spread", *SPREAD),
     )
 
 
@@ -195,7 +198,7 @@ class RewardDemoOptions:
     out: Path = setting(Path("runs/demo-reward"), "folder for everything ({default})")
     bundle: Path = setting(Path("runs/demo/bundle"), "bundle to start from ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
-    rounds: int = setting(4, "rounds of rollouts and training ({default})", low=1)
+    rounds: int = setting(5, "rounds of rollouts and training ({default})", low=1)
     prompts_per_round: int = setting(64, "prompts of a round, eight clips each ({default})", low=1)
     seed: int = setting(1234, "seed of rollouts and training ({default})", low=0)
 
