@@ -1,7 +1,8 @@
 """The spatio-temporal DiT under the names that NeMo gave it; its largest is shown with the hybrid of layouts it is for.
 
 Attention over all tokens passes keys and values round a ring; attention along time and along space sends nothing, as
-the tokens themselves move so that each rank has whole columns and frames (`models/networks/axial.py`, `train/LAYOUTS.md`).
+the tokens themselves move so that each rank has whole columns and frames (`models/networks/axial.py`,
+`train/LAYOUTS.md`).
 """
 
 from dataclasses import replace

@@ -159,10 +159,11 @@ def _score(demo: RewardDemo) -> None:
 
 
 def _draw(demo: RewardDemo) -> None:
-    """Draw clips of the same prompts and noise, before and after."""
+    """Draw clips of the same prompts and noise, before and after, with a line in the middle."""
     found, captions, rows = read_json(demo.out / "score.json"), score.heldout_captions(demo.attributes), []
     for name in MODELS:
         video_BCTHW = load_file(demo.clips(name))["video_BCTHW"].float() / 127.5 - 1
+        video_BCTHW[..., video_BCTHW.shape[-1] // 2].clamp_(min=-0.4)
         for place in contact_sheets.spread(range(len(captions)), SHOWN):
             row = contact_sheets.SheetRow(
                 caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=name
