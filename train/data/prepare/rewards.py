@@ -28,6 +28,8 @@ from megadit.infer.pipeline.results import GeneratedVideo
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 
+OF_MOTION = {"motion", "flicker"}
+"""Scores by optical flow: displacement between frames, and the change that it does not explain."""
 EQUAL = 1e-6
 """Standard deviation below which scores count as equal."""
 
@@ -166,10 +168,6 @@ def _measures(weights: Collection[str], clip: Path | None) -> list[Callable[[Gen
     if seer is None:
         raise UserError(f"--clip {clip}: it embeds no texts; give a CLIP model")
     return [*found, partial(_clip, seer)]
-
-
-OF_MOTION = {"motion", "flicker"}
-"""Scores by optical flow: displacement between frames, and the change that it does not explain."""
 
 
 def _motion(video: GeneratedVideo) -> dict[str, float]:
