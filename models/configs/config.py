@@ -1,7 +1,7 @@
 """The configuration of a network; `named.py` has published and named sizes."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -313,7 +313,8 @@ def _checked(values: Any, config_class: type) -> dict[str, Any]:
     """Settings from JSON, with lists as tuples, after a check of their names and types."""
     if not isinstance(values, dict):
         raise UserError(f"model settings are {values!r:.60}, not names and values")
-    kinds = get_type_hints(config_class)
+    hints = get_type_hints(config_class)
+    kinds = {field.name: hints[field.name] for field in fields(config_class)}  # class variables are no settings
     checked = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in checked.items():
         if name not in kinds:

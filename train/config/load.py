@@ -177,8 +177,9 @@ def to_plain_values(config: RunConfig) -> dict[str, Any]:
 
 def config_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
     """The dotted names of all values, such as `optimizer.lr`."""
-    keys = []
-    for name, hint in get_type_hints(config_class).items():
+    keys, hints = [], get_type_hints(config_class)
+    for name in (field.name for field in dataclasses.fields(config_class)):  # class variables are no settings
+        hint = hints[name]
         section = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
         if section is not None:
             keys += config_keys(section, f"{prefix}{name}.NAME." if get_origin(hint) is dict else f"{prefix}{name}.")

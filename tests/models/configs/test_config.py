@@ -174,11 +174,11 @@ def test_parameter_counts_follow_the_architecture(name):
 
 
 @pytest.mark.parametrize("config_class", [DiTConfig, ExpertConfig, Structure, SamplingSettings, RunConfig])
-def test_every_value_of_a_configuration_is_a_field(config_class):
+def test_every_value_of_a_configuration_is_a_field_or_a_constant(config_class):
     """An assignment without a type would be read by nobody: the field of that name kept its other default."""
     for one in classes_within(config_class):
         values = {name for name, value in vars(one).items() if not name.startswith("_") and not is_code(value)}
-        assert values <= {field.name for field in dataclasses.fields(one)}, one
+        assert values <= typing.get_type_hints(one).keys(), one
 
 
 def test_a_value_without_a_type_is_noticed():
@@ -188,6 +188,14 @@ def test_a_value_without_a_type_is_noticed():
         layernorm_epsilon = 1e-6
 
     assert not is_code(vars(Careless)["layernorm_epsilon"]) and len(dataclasses.fields(Careless)) == 1
+
+
+@pytest.mark.parametrize("name", ["betas", "pooled_size", "denoises", "nonsense"])
+def test_what_is_no_setting_is_refused_in_a_file(name):
+    """Constants of the class and properties, too."""
+    values = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2).to_dict()
+    with pytest.raises(UserError, match=f"unknown model setting '{name}'"):
+        DiTConfig.from_dict({**values, name: None})
 
 
 def classes_within(config_class):
