@@ -11,6 +11,7 @@ from megadit.infer.commands.similarity import main as similarity
 from megadit.infer.evaluate.command import main as evaluate
 from megadit.infer.generate.command import main as generate
 from megadit.infer.runtimes import torch as runtime
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.rank import Rank
 from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, find_dtype, use_device
 from megadit.models.bundle import Bundle
@@ -177,7 +178,7 @@ def test_every_entrance_computes_on_its_own_gpu(gpus, tmp_path, monkeypatch):
             limits=Limits(max_frames=1, max_pixels=64, max_work=64),
         )
     with pytest.raises(UsedError, match="cuda:3"):
-        Rank().load(str(video), True, "cuda:3", "float32", {"runtime": "torch"})
+        Rank().load(str(video), True, RuntimeOptions(device="cuda:3", dtype="float32", runtime="torch"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(workers, "join_ranks", lambda *_, **__: None)
