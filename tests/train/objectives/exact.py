@@ -28,7 +28,11 @@ def pack(given=()):
         fps_G=torch.tensor([0.0, 8.0, 0.0]),
         noise_key_G=torch.tensor([11, 22, 0]),
         loss_weight_G=torch.ones(3),
-        extra_G={"seed_key": torch.tensor([33, 44, 0]), "reward": torch.tensor([0.9, 0.2, 0.0])},
+        extra_G={
+            "seed_key": torch.tensor([33, 44, 0]),
+            "reward": torch.tensor([0.9, 0.2, 0.0]),
+            "preference": torch.tensor([1.0, -1.0, 0.0]),
+        },
         sample_ids=("a", "b", ""),
     )
 
