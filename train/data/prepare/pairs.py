@@ -57,6 +57,10 @@ class PairKind:
     equal: str
     """Reason to leave out a pair of equal clips."""
     next: str
+    has_folders: bool = False
+    """Whether folders in InstructPix2Pix's layout hold them, too."""
+    has_choice: bool = False
+    """Whether a row may name both clips (`CHOICES`) and the choice."""
 
 
 KINDS = {
@@ -71,6 +75,7 @@ KINDS = {
         other="reference",
         equal="nothing was edited",
         next="train on it with data.conditioning=[edit:1.0] and model.conditioning_sigma=0.02",
+        has_folders=True,
     ),
     "preferences": PairKind(
         name="preference",
@@ -83,6 +88,7 @@ KINDS = {
         other="rejected",
         equal="both are equal",
         next="train on it with train.distill.objective=dpo and train.distill.teacher=BUNDLE",
+        has_choice=True,
     ),
 }
 """Source of `megadit prepare` -> kind of pairs."""
@@ -186,14 +192,14 @@ def list_pairs(source: Path, kind: PairKind) -> Iterator[Pair]:
     Raises:
         UserError: if it is neither, a row lacks a column, or a path is outside the folder.
     """
-    if source.is_dir() and kind is KINDS["edits"]:
+    if source.is_dir() and kind.has_folders:
         yield from _published(source)
         return
     if not source.is_file():
-        raise UserError(f"{source} is not there: give a table of pairs" + ", or a folder" * (kind is KINDS["edits"]))
+        raise UserError(f"{source} is not there: give a table of pairs" + ", or a folder" * kind.has_folders)
     for number, row in enumerate(read_table(str(source)), start=1):
         where = f"row {number} of {source}"
-        row = _with_choice(row, where)
+        row = _with_choice(row, where) if kind.has_choice else row
         found = {name: next((row[column] for column in columns if row.get(column)), None)
                  for name, columns in kind.columns.items()}  # fmt: skip
         if missing := [kind.columns[name] for name, value in found.items() if not isinstance(value, str)]:

@@ -6,10 +6,11 @@ and from the group itself.
 Shapes: N videos, F frames, T/H/W frames, height, width, C colour channels, D width of features.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class VideoScores:
     """Scores of videos, as a context manager: by a user's programs, and by networks of our own."""
 
     def __init__(self, scoring: Scoring) -> None:
-        self._scoring, self._stack = scoring, ExitStack()
+        self._scoring = scoring
         self.weights: dict[str, float] = {}
         """Weight of each rewarded score."""
 
@@ -100,12 +101,14 @@ class VideoScores:
             UserError: if one fails, as `weights_of`, and as `_measures`.
         """
         scoring = self._scoring
-        self._scorers, self._watchers = (
-            [self._stack.enter_context(ScorerProcess(folder, seconds=scoring.scorer_seconds)) for folder in folders]
-            for folders in (scoring.scorer_dir, scoring.watch_dir)
-        )
-        self.weights = weights_of(scoring.reward, self._scorers)
-        self._measures = _measures(self.weights, scoring.clip)
+        with ExitStack() as stack:  # ends those that have started if a later one fails
+            self._scorers, self._watchers = (
+                [stack.enter_context(ScorerProcess(folder, seconds=scoring.scorer_seconds)) for folder in folders]
+                for folders in (scoring.scorer_dir, scoring.watch_dir)
+            )
+            self.weights = weights_of(scoring.reward, self._scorers)
+            self._measures = _measures(self.weights, scoring.clip)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -183,11 +186,16 @@ def _clip(seer: TextExtractor, video: GeneratedVideo) -> dict[str, float]:
     return {ADHERENCE: clip_scores(frames_NFD, seer.of_texts([video.prompt])).item()}
 
 
-def diversity(latents_NCTHW: Tensor, group_size: int) -> list[float]:
+def diversity(latents: Iterable[Tensor], group_size: int) -> list[float]:
     """Score of a video within its group: its mean squared distance from the group's other videos, in multiples of that
-    of all groups. It holds a policy back from making one video of each prompt, which other scores reward."""
-    of_groups = [group.float().flatten(1) for group in latents_NCTHW.split(group_size)]
-    distances = [torch.cdist(group, group).square().sum(1) / max(1, len(group) - 1) for group in of_groups]
+    of all groups. It holds a policy back from making one video of each prompt, which other scores reward.
+
+    `latents` are CTHW each; those of one group are held at a time.
+    """
+    left, distances = iter(latents), []
+    while group := list(islice(left, group_size)):
+        rows_ND = torch.stack(group).float().flatten(1)
+        distances.append(torch.cdist(rows_ND, rows_ND).square().sum(1) / max(1, len(group) - 1))
     distance_N = torch.cat(distances)
     return (distance_N / distance_N.mean().clamp_min(EQUAL)).tolist()
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import load
 
 from megadit.infer.pipeline.checkpoints import open_bundle
@@ -97,11 +96,10 @@ def give_rewards(weights: Mapping[str, float], group_size: int, folder: Path) ->
     shards = sorted(folder.glob("train-*.tar"))
     if not (folder / REWARDS_FILE).exists():
         known = {key: description for path in shards for key, description, _ in _samples(path)}
-        if names := OF_GROUPS.keys() & weights.keys():
-            latents_NCTHW = torch.stack([load(tensors)["latent"] for path in shards for *_, tensors in _samples(path)])
-            for name in names:
-                for description, score in zip(known.values(), OF_GROUPS[name](latents_NCTHW, group_size), strict=True):
-                    description["scores"][name] = score
+        for name in OF_GROUPS.keys() & weights.keys():
+            latents = (load(tensors)["latent"] for path in shards for *_, tensors in _samples(path))
+            for description, score in zip(known.values(), OF_GROUPS[name](latents, group_size), strict=True):
+                description["scores"][name] = score
         scores_N = [weighted(description["scores"], weights) for description in known.values()]
         found = dict(zip(known, rewards(scores_N, group_size), strict=True))
         write_json(folder / SCORES_FILE, _summary(known.values(), scores_N, found.values()))

@@ -1,6 +1,7 @@
 """`megadit prepare rollouts`: a policy's videos, their scores and rewards; scorers that fail."""
 
 import json
+import multiprocessing
 import shutil
 
 import numpy as np
@@ -88,6 +89,13 @@ def test_a_finished_folder_starts_no_scorer_and_belongs_to_its_rewards(make, tmp
     make("--reward", "bright=1", code=2)
     assert capfd.readouterr().err.count("holds samples of another request") == 2
     assert shards(make("--reward", "bright=-1", "--overwrite")) != expected
+
+
+def test_programs_end_where_a_later_one_cannot_start(make, tmp_path, capfd):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "scorer.py").write_text("raise ValueError('no weights')")
+    make("--watch_dir", str(tmp_path / "broken"), code=2)
+    assert "no weights" in capfd.readouterr().err and not multiprocessing.active_children()
 
 
 def test_a_score_that_nobody_returns_ends_the_run_at_its_first_video(make, capfd):
