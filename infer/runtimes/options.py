@@ -88,7 +88,7 @@ class RuntimeOptions:
 # --- `auto` as the dtype of a network: that of its stored weights, where the device supports it -----------------------
 
 
-def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
+def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = TORCH) -> str:
     """Resolve `auto` to a dtype for a bundle's network on a device; other names are returned as they are.
 
     An exported network has its own precision; its inputs are float32.
@@ -99,7 +99,7 @@ def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime:
     if name != AUTO:
         find_dtype(name)
         return name
-    if runtime != "torch":
+    if runtime != TORCH:
         return "float32"
     dtype = auto_dtype(find_device(str(device)), stored_dtype(bundle))
     return str(dtype).removeprefix("torch.")
@@ -119,10 +119,10 @@ def stored_dtype(bundle: Bundle) -> torch.dtype:
     return max(counts, key=counts.get)
 
 
-def print_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
+def print_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = TORCH) -> str:
     """Return `chosen_dtype`, and print to stderr what `auto` has chosen."""
     chosen, stored = chosen_dtype(name, bundle, device, runtime), str(stored_dtype(bundle)).removeprefix("torch.")
-    if name == AUTO and runtime == "torch" and stored != "float32":
+    if name == AUTO and runtime == TORCH and stored != "float32":
         where = "as its weights are stored" if chosen == stored else f"its weights are stored in {stored}"
         print(f"{bundle.path}: computes in {chosen}; {where} (--dtype chooses)", file=sys.stderr)
     return chosen

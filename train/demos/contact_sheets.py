@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.shared.files import atomic_path
+from megadit.train.demos.clips import as_uint8
 from megadit.train.monitoring.curves import BACKGROUND, TEXT
 
 RIGHT, WRONG, NOTE = "#5dd39e", "#ff6b6b", "#f2c14e"
@@ -65,7 +66,7 @@ def _draw_row(axis, row: SheetRow) -> None:
 
 def _strip(video_CTHW: Tensor, gap: int = 2) -> np.ndarray:
     """Frames side by side, RGB uint8 HWC, with a gap in the background's colour."""
-    frames_THWC = ((video_CTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+    frames_THWC = as_uint8(video_CTHW).permute(1, 2, 3, 0)
     num_frames, height, width, _ = frames_THWC.shape
     background = torch.tensor([int(BACKGROUND[i : i + 2], 16) for i in (1, 3, 5)], dtype=torch.uint8)
     strip = background.expand(height, num_frames * (width + gap) - gap, 3).clone()

@@ -4,7 +4,7 @@ import imageio.v3 as iio
 import numpy as np
 import torch
 
-from megadit.train.demos import contact_sheets as contact_sheets
+from megadit.train.demos import contact_sheets
 
 
 def test_a_strip_shows_the_frames_in_order():

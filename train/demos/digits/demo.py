@@ -20,7 +20,7 @@ from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.prepare.drawn import prepare_drawn
-from megadit.train.demos import contact_sheets as contact_sheets
+from megadit.train.demos import contact_sheets
 from megadit.train.demos.clips import make_clips, read_clips, write_clips
 from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import FPS, Attributes

@@ -15,22 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.cli.options import command
-from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cores import ranks_that_gain
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.progress import Progress
 from megadit.train.demos import contact_sheets
+from megadit.train.demos.clips import make_clips, read_clips
 from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import Attributes
-from megadit.train.demos.stages import Stage, check_base, run_stages, summary_of_seconds
+from megadit.train.demos.stages import (
+    FollowingDemo,
+    FollowingOptions,
+    Stage,
+    following_demo,
+    run_stages,
+    summary_of_seconds,
+)
 
 REWARD = ("all=1", "left=1", "diversity=0.5")
 SPREAD = ("0.25", "2")
@@ -43,15 +46,11 @@ MODELS = ("before", "after")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardDemo:
+class RewardDemo(FollowingDemo):
     """The folder of this demo, and the model it starts from."""
 
-    out: Path
-    bundle: Path
-    num_ranks: int = 2
     rounds: int = 5
     prompts_per_round: int = 64
-    seed: int = 1234
 
     @property
     def scorer(self) -> Path:
@@ -113,7 +112,7 @@ def pixels_left(video_BCTHW: Tensor) -> Tensor:
 
 def _ask(demo: RewardDemo) -> None:
     """Write the scorer, and prompts of the training set's wording."""
-    file = classifier.classifier_file(demo.bundle, demo.out, Bundle.open(demo.bundle).load_tokenizer())
+    file = classifier.classifier_file(demo.base, demo.out, Bundle.open(demo.base).load_tokenizer())
     score.write_scorer(demo.scorer, file)
     (demo.scorer / "scorer.py").write_text(_SCORER)
     captions = score.random_captions(demo.attributes, "train", torch.Generator().manual_seed(demo.seed))
@@ -124,7 +123,7 @@ def _ask(demo: RewardDemo) -> None:
 def _reward(demo: RewardDemo) -> None:
     run_module(
         "megadit.train.reward.command",
-        *(str(demo.bundle), str(demo.rewarded), f"train.seed={demo.seed}", "--seed", str(demo.seed)),
+        *(str(demo.base), str(demo.rewarded), f"train.seed={demo.seed}", "--seed", str(demo.seed)),
         *("--prompts", str(demo.prompts), "--scorer_dir", str(demo.scorer), "--reward", *REWARD),
         *("--rounds", str(demo.rounds), "--prompts_per_round", str(demo.prompts_per_round)),
         *("--recipe", "digits", "--nproc", str(demo.num_ranks), "--check_interval", str(demo.rounds)),
@@ -133,26 +132,18 @@ def _reward(demo: RewardDemo) -> None:
 
 
 def _generate(demo: RewardDemo) -> None:
-    """Clips of held-out captions by both models from the same noise, without guidance; uint8 BCTHW."""
+    """Clips of held-out captions by both models from the same noise, without guidance."""
     captions = score.heldout_captions(demo.attributes)
-    bundles = demo.bundle, demo.rewarded / "bundle"
-    with Progress(len(MODELS) * len(captions), "generating clips") as bar:
-        for name, bundle in zip(MODELS, bundles, strict=True):
-            pipeline, clips, seeds = TextToVideo.from_pretrained(bundle, device="cpu"), [], range(len(captions))
-            settings = resolve_settings(Bundle.open(bundle).defaults, guidance=1.0)
-            for video in pipeline.stream(captions, settings, seeds=list(seeds), batch_size=48):
-                clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
-                bar.advance()
-            with atomic_path(demo.clips(name)) as temporary:
-                save_file({"video_BCTHW": torch.stack(clips).contiguous()}, temporary)
+    for name, bundle in zip(MODELS, (demo.base, demo.rewarded / "bundle"), strict=True):
+        make_clips(demo.clips(name), bundle, captions, guidance=1.0)
 
 
 def _score(demo: RewardDemo) -> None:
     reader, found = classifier.load_reader(demo.scorer / classifier.FILE), {}
     for name in MODELS:
-        video_BCTHW = load_file(demo.clips(name))["video_BCTHW"].float()
-        is_left_B = (pixels_left(video_BCTHW) > 0).all(1)
-        of_clips = score.score(reader, video_BCTHW / 127.5 - 1, demo.attributes)
+        video_BCTHW = read_clips(demo.clips(name))
+        is_left_B = (pixels_left(video_BCTHW + 1) > 0).all(1)
+        of_clips = score.score(reader, video_BCTHW, demo.attributes)
         found[name] = {"left": round(is_left_B.float().mean().item(), 4), **of_clips}
     rounds = demo.rewarded / f"round_{demo.rounds:03d}" / "comparison.json"
     write_json(demo.out / "score.json", {**found, "comparison": read_json(rounds)})
@@ -162,7 +153,7 @@ def _draw(demo: RewardDemo) -> None:
     """Draw clips of the same prompts and noise, before and after, with a line in the middle."""
     found, captions, rows = read_json(demo.out / "score.json"), score.heldout_captions(demo.attributes), []
     for name in MODELS:
-        video_BCTHW = load_file(demo.clips(name))["video_BCTHW"].float() / 127.5 - 1
+        video_BCTHW = read_clips(demo.clips(name))
         video_BCTHW[..., video_BCTHW.shape[-1] // 2].clamp_(min=-0.4)
         for place in contact_sheets.spread(range(len(captions)), SHOWN):
             row = contact_sheets.SheetRow(
@@ -196,12 +187,9 @@ STAGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardDemoOptions:
-    out: Path = setting(Path("runs/demo-reward"), "folder for everything ({default})")
-    bundle: Path = setting(Path("runs/demo/bundle"), "bundle to start from ({default})")
-    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
+    following: FollowingOptions = group(FollowingOptions, only=("out", "bundle", "ranks", "seed"))
     rounds: int = setting(5, "rounds of rollouts and training ({default})", low=1)
     prompts_per_round: int = setting(64, "prompts of a round, eight clips each ({default})", low=1)
-    seed: int = setting(1234, "seed of rollouts and training ({default})", low=0)
 
 
 @command(
@@ -209,23 +197,15 @@ class RewardDemoOptions:
     prog="megadit demo-reward",
     description="Teaches the demo's model by rewards to keep digits in the left half of the frame.",
 )
-def main(options: RewardDemoOptions) -> int:
+def main(options: RewardDemoOptions) -> None:
     """Runs `megadit demo-reward`; returns its exit code."""
-    check_base(options.bundle)
-    demo = RewardDemo(
-        out=options.out,
-        bundle=options.bundle,
-        num_ranks=options.ranks or ranks_that_gain(),
-        rounds=options.rounds,
-        prompts_per_round=options.prompts_per_round,
-        seed=options.seed,
-    )
+    more = {"rounds": options.rounds, "prompts_per_round": options.prompts_per_round}
+    demo = following_demo(RewardDemo, options.following, "demo-reward", **more)
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'rewarded.png'}.")
     bundle = demo.rewarded / "bundle"
     print(f'Make your own: megadit generate --checkpoint_path {bundle} --prompt "a red seven moving up"')
-    return 0
 
 
 def summary_table(found: dict[str, Any]) -> str:

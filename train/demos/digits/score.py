@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megadit.train.demos.clips import as_float
 from megadit.train.demos.digits.classifier import NONE, DigitReader, Verdicts, classify, load_reader
 from megadit.train.demos.digits.data import (
     COLOURS,
@@ -131,7 +132,7 @@ def scorer_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float
         expected = attributes_in(prompt)
         if expected is None:
             return {}
-        video_1CTHW = torch.from_numpy(video_THWC).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+        video_1CTHW = as_float(torch.from_numpy(video_THWC).permute(3, 0, 1, 2)[None])
         right = frames_and_clips_right(classify(reader, video_1CTHW), [expected])
         right["every_frame"] = right_in_every_frame(right)
         return {name: share.float().mean().item() for name, share in right.items()}

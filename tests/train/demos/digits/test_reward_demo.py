@@ -13,7 +13,7 @@ from megadit.train.demos.digits.reward_demo import RewardDemo, pixels_left
 
 
 def test_the_scorer_sees_how_far_left_a_digit_lies(tmp_path):
-    demo = RewardDemo(out=tmp_path, bundle=tmp_path)
+    demo = RewardDemo(out=tmp_path, base=tmp_path)
     clips = draw_clips(demo.attributes[:32], "heldout", torch.Generator().manual_seed(0)) / 2 + 0.5
     assert {each.direction for each in demo.attributes} == {"up", "down"}
     assert pixels_left(clips).abs().max() < 3, "digits of the data set lie about the middle"
@@ -32,7 +32,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_demo, "run_stages", stop)
     more = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--rounds", "2", "--seed", "5"]
     assert reward_demo.main([*more, "--prompts_per_round", "3"]) == 2
-    expected = RewardDemo(out=Path("elsewhere"), bundle=tmp_path, num_ranks=1, rounds=2, prompts_per_round=3, seed=5)
+    expected = RewardDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, rounds=2, prompts_per_round=3, seed=5)
     assert asked == [expected]
     assert reward_demo.main(["--bundle", str(tmp_path / "none")]) == 2
 
