@@ -28,7 +28,9 @@ from typing import Any
 PEAK_FACTOR = 1.03
 """Entries that end with `/peak` may grow by this factor."""
 
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", COLUMNS="100", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", COLUMNS="100", TOKENIZERS_PARALLELISM="false", MEGADIT_VARIANTS="rule"
+)
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 

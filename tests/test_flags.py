@@ -284,6 +284,9 @@ SHOWN_BY = {
         "train/benchmarks/test_scaling.py::test_ranks_of_this_machine_are_measured": "--recipe --ranks --steps",
         "train/benchmarks/test_scaling.py::test_figures_of_a_cluster_are_rows": "--packs",
     },
+    "benchmark cpu": {
+        "export/test_benchmark_cpu.py::test_every_contestant_samples_and_is_compared": "--rounds --threads --json",
+    },
     "benchmark generate": SIZE
     | {
         "infer/benchmarks/test_generate.py::test_figures_of_a_bundle": "--trace --json",

@@ -5,12 +5,11 @@ import runpy
 from pathlib import Path
 
 import pytest
-import side_by_side
-from side_by_side import Comparison, compare, show
 
+from megadit.infer.benchmarks.side_by_side import Comparison, compare, show
 from megadit.models.shared.errors import UserError
 
-BENCHMARKS = Path(side_by_side.__file__).parent
+BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
 def test_the_ratio_is_that_of_neighbours():

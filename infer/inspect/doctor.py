@@ -94,6 +94,7 @@ def _run(argv: list[str]) -> int:
     for title, findings in (
         ("machine", machine_findings()),
         ("accelerator", accelerator_findings()),
+        ("variants on this CPU", variant_findings()),
         ("libraries", library_findings()),
         ("video and programs", program_findings()),
     ):
@@ -175,6 +176,16 @@ def accelerator_findings() -> list[Finding]:
             )
         )
     return findings
+
+
+def variant_findings() -> list[Finding]:
+    """Sizes from which the network's ops leave torch's own kernels on this CPU, with torch's default threads."""
+    if _try(lambda: importlib.import_module("torch")) is None:
+        return []
+    from megadit.models.ops import crossover, tiled_attention  # noqa: F401  the ops have the crossovers
+
+    crossover.use_measured()
+    return [Finding(name=name, found=found, enables="") for name, found in crossover.describe_crossovers().items()]
 
 
 def library_findings() -> list[Finding]:

@@ -1,6 +1,5 @@
 """Exported networks under ONNX Runtime, on the CPU or on a CUDA GPU."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
 from megadit.infer.runtimes.widen import graph_for_cpus
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import cache_folder
 
 NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}
 TORCH_DTYPES = {"float32": torch.float32, "int64": torch.int64}
@@ -87,7 +87,7 @@ class OnnxNetworks:
 
 def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:
     """Options of ONNX Runtime's TensorRT provider: the profile of the spec, and the cache of built engines."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megadit" / "tensorrt"
+    cache = cache_folder() / "tensorrt"
     options = {"trt_engine_cache_enable": "1", "trt_timing_cache_enable": "1", "trt_engine_cache_path": str(cache)}
     for extreme in ("min", "opt", "max"):
         shapes = (f"{tensor.name}:{'x'.join(map(str, tensor.shape_at(extreme)))}" for tensor in spec.inputs)

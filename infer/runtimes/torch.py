@@ -13,6 +13,7 @@ from megadit.models.host_to_device import levels_on
 from megadit.models.lora.adapters import load_adapter, remove, set_scale
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.registry import SavedNetwork
+from megadit.models.ops.crossover import use_measured
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.shared.errors import UserError, choose_one
 
@@ -145,12 +146,14 @@ def find_device(name: str) -> torch.device:
 
 def use_device(name: str) -> torch.device:
     """`find_device`, which becomes the current GPU of this thread: a command's kernels, streams and tensors on "cuda"
-    are its, and nothing is allocated on GPU 0 beside it.
+    are its, and nothing is allocated on GPU 0 beside it. On a CPU, variants are those that were faster there.
 
     Raises:
         UserError: as `find_device`.
     """
     device = find_device(name)
+    if device.type == "cpu":
+        use_measured()
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device

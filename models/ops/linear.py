@@ -6,6 +6,7 @@ AVX-512) and about the same on others. Measurements: train/LOG.md.
 Shapes: I and O input and output features, N tokens sorted by their experts, E experts.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -13,14 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.machine import processor
+from megadit.models.ops.crossover import NEVER, Crossover
 from megadit.models.ops.registry import Op
 
 FEWEST_ROWS = 4
 """Minimum number of tokens for oneDNN: with fewer, a product is limited by reading its matrix, in MKL as well."""
 FEWEST_MULTIPLICATIONS = 2**21
-"""Minimum number of multiplications for oneDNN: smaller products take less time than its call."""
+"""Minimum number of multiplications for oneDNN by the rule: smaller products take less time than its call."""
 _BY_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 """The oneDNN op of torch's compiler on CPUs: (x, weight, bias, activation, its scalars, its algorithm)."""
+SIZES = () if _BY_ONEDNN is None else tuple(2**power for power in range(21, 28, 2))
+"""Numbers of multiplications at which products are timed."""
 
 
 def _reference(
@@ -63,15 +67,14 @@ def fuses_gelu(layer: nn.Module) -> bool:
 # --- oneDNN -------------------------------------------------------------------------------------------------------
 
 
-def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
+def _suits_onednn(x: Tensor, weight: Tensor, crossover: Crossover) -> bool:
     """Whether oneDNN suits: half-precision products use oneDNN anyway, and torch raises for unsupported inputs."""
     return (
         x.is_cpu
-        and x.numel() * weight.shape[0] >= FEWEST_MULTIPLICATIONS  # first: checks cost time in small networks
+        and x.numel() * weight.shape[0] >= crossover.size  # first: checks cost time in small networks
         and x.dtype == weight.dtype == torch.float32
         and x.shape[-1] == weight.shape[-1]
         and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN is slow for others
-        and _BY_ONEDNN is not None
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
         and torch.backends.mkldnn.matmul.fp32_precision != "bf16"  # torch then uses oneDNN anyway
         and not torch.is_autocast_enabled("cpu")
@@ -79,12 +82,13 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _suits_inference(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
-    return counts_E is None and not torch.is_grad_enabled() and _suits_onednn(x, weight)
+    crossover = PRODUCT if gelu is None else WITH_GELU
+    return counts_E is None and not torch.is_grad_enabled() and _suits_onednn(x, weight, crossover)
 
 
 def _suits_training(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
     is_plain = torch.is_grad_enabled() and gelu is None and counts_E is None
-    return is_plain and _suits_onednn(x, weight) and is_mkl_slow()
+    return is_plain and _suits_onednn(x, weight, WITH_GRADIENTS)
 
 
 @linear.variant("onednn", suits=_suits_inference)
@@ -136,6 +140,41 @@ def is_mkl_slow() -> bool:
     if _BY_ONEDNN is None:
         return False  # MKL is as fast
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "Intel" not in processor()
+
+
+def _products(multiplications: int, gelu: str | None = None) -> tuple[Callable, Callable]:
+    """A product of a network of width 512, or an MLP's first, by oneDNN and by torch."""
+    width, out = 512, 512 if gelu is None else 2048
+    x, weight, bias = torch.randn(multiplications // (width * out), width), torch.randn(out, width), torch.randn(out)
+    return lambda: onednn_product(x, weight, bias, gelu), lambda: _reference(x, weight, bias, gelu)
+
+
+def _products_with_gradients(multiplications: int) -> tuple[Callable, Callable]:
+    width = 512
+    x, weight, bias = torch.randn(multiplications // width**2, width), torch.randn(width, width), torch.randn(width)
+
+    @torch.enable_grad()
+    def run(product: Callable) -> None:
+        leaves = [part.requires_grad_() for part in (x, weight, bias)]
+        out = product(*leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return lambda: run(_Linear.apply), lambda: run(F.linear)
+
+
+def _rule() -> float:
+    return FEWEST_MULTIPLICATIONS if _BY_ONEDNN is not None else NEVER
+
+
+PRODUCT = Crossover("products by oneDNN", SIZES, _products, _rule)
+WITH_GELU = Crossover("products with GELU by oneDNN", SIZES, lambda size: _products(size, "tanh"), _rule)
+WITH_GRADIENTS = Crossover(
+    "products with gradients by oneDNN",
+    SIZES,
+    _products_with_gradients,
+    lambda: FEWEST_MULTIPLICATIONS if is_mkl_slow() else NEVER,
+)
+"""Numbers of multiplications from which on oneDNN is faster than torch's own product."""
 
 
 # --- experts ------------------------------------------------------------------------------------------------------

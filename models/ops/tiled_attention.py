@@ -8,18 +8,36 @@ Shapes: B batch, N heads, S queries, L keys, K head dim, s queries of a tile.
 """
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.machine import multiplies
-from megadit.models.ops.linear import is_mkl_slow, onednn_product
+from megadit.models.ops.crossover import NEVER, Crossover
+from megadit.models.ops.linear import SIZES, is_mkl_slow, onednn_product
 
 TILE = 256
 """Queries whose scores are computed at once: they stay in a core's cache up to about a thousand keys."""
 FEWEST, MOST_KEYS = 512, 8192
 """Minimum queries and keys, and maximum keys, for which it is faster: with more keys a tile exceeds the caches."""
+
+
+def _contestants(num_scores: int) -> tuple[Callable, Callable]:
+    """Attention of one head of 64 by tiles and by torch."""
+    q, k, v = torch.randn(3, 1, 1, math.isqrt(num_scores), 64)
+    return lambda: TiledAttention.apply(q, k, v), lambda: F.scaled_dot_product_attention(q, k, v)
+
+
+CROSSOVER = Crossover(
+    "attention by tiles",
+    tuple(tokens**2 for tokens in (512, 1024)) if SIZES else (),
+    _contestants,
+    lambda: FEWEST**2 if is_mkl_slow() else NEVER,
+)
+"""Number of scores of a head from which on tiles are faster than torch's own kernel."""
 
 
 def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
@@ -31,7 +49,7 @@ def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
         and k_BNLK.shape[2] <= MOST_KEYS
         and torch.get_num_threads() == 1  # torch's kernel has heads per thread; here they would share a tile
         and not torch.is_autocast_enabled("cpu")
-        and is_mkl_slow()
+        and q_BNSK.shape[2] * k_BNLK.shape[2] >= CROSSOVER.size
     )
 
 

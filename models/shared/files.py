@@ -161,6 +161,11 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def cache_folder() -> Path:
+    """Folder of the user's caches of this package; it may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit"
+
+
 def record_path(path: Path) -> Path:
     """Return the path of a video's record; a.mp4 and a.gif have separate ones."""
     return path.with_name(f"{path.name}{RECORD_SUFFIX}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, held_alone
+from megadit.models.shared.files import atomic_directory, cache_folder, held_alone
 
 NUMPY = "numpy==1.26.4"
 
@@ -124,10 +124,6 @@ def _package_folders() -> list[str]:
     """Package folders of this process: PYTHONPATH first, then its environment, without the standard library."""
     paths = [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return list(dict.fromkeys([*paths, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit"
 
 
 def _joined(*paths: str | None) -> str:

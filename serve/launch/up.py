@@ -23,6 +23,7 @@ from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import cache_folder
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.launch.local_server import (
@@ -33,7 +34,6 @@ from megadit.serve.launch.local_server import (
     check_memory,
     control_secret,
 )
-from megadit.serve.launch.triton_binary import cache_folder
 from megadit.serve.supervise import OwnedProcess, keep_running, print_on_stderr, reachable, responds
 
 _SECONDS_TO_ANSWER = 15

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from side_by_side import begin, compare, show
 
+from megadit.infer.benchmarks.side_by_side import BenchmarkOptions, compare, show
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.flops import training_flops
 from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
@@ -49,7 +50,13 @@ def _steps(config: RunConfig, groups) -> Callable[[], object]:
 
 
 def _run(argv: list[str]) -> None:
-    options = begin(argv, "adapter_step.py", "Times training of an adapter beside that of its network.")
+    options = read_options(
+        BenchmarkOptions,
+        argv,
+        prog="python tests/benchmarks/adapter_step.py",
+        description="Times training of an adapter beside that of its network.",
+    )
+    options.set_threads()
     if not torch.cuda.is_available():
         from megadit.models.megatron import cpu_shim
 

@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from side_by_side import begin, compare, randomised, show
 
+from megadit.infer.benchmarks.side_by_side import BenchmarkOptions, compare, randomised, show
 from megadit.models.networks.dit import DiT
 from megadit.models.packing.layout import PackLayout
 from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.denoise import edm_loss
@@ -56,7 +57,13 @@ def _step(dit: DiT, batch: PackedBatch) -> None:
 
 
 def _run(argv: list[str]) -> None:
-    options = begin(argv, "conditioning_step.py", "Times packs with conditioning beside packs without.")
+    options = read_options(
+        BenchmarkOptions,
+        argv,
+        prog="python tests/benchmarks/conditioning_step.py",
+        description="Times packs with conditioning beside packs without.",
+    )
+    options.set_threads()
     if not torch.cuda.is_available():
         from megadit.models.megatron import cpu_shim
 

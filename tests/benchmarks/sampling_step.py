@@ -10,25 +10,26 @@ import sys
 from collections.abc import Callable
 
 import torch
-from side_by_side import (
+from torch import Tensor
+
+from megadit.infer.benchmarks.side_by_side import (
     DTYPES,
     SETTINGS,
+    BenchmarkOptions,
     Comparison,
     Inputs,
     Setting,
-    begin,
     block_call,
     call_theirs,
     compare,
     networks,
     show,
 )
-from torch import Tensor
-
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.samplers import euler
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 
@@ -70,7 +71,13 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
 
 
 def _run(argv: list[str]) -> None:
-    options = begin(argv, "sampling_step.py", "Times sampling beside diffusers' transformers.")
+    options = read_options(
+        BenchmarkOptions,
+        argv,
+        prog="python tests/benchmarks/sampling_step.py",
+        description="Times sampling beside diffusers' transformers.",
+    )
+    options.set_threads()
     comparisons = [
         one for setting in SETTINGS for dtype in DTYPES for one in compare_sampling(setting, dtype, options.rounds)
     ]

@@ -32,8 +32,8 @@ from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import cache_folder
 from megadit.serve.launch.local_server import Ports
-from megadit.serve.launch.triton_binary import cache_folder
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [{}, {"num_frames": 1}, {"size": "8x8"}, {"num_steps": 2, "guidance": 1.0}]

@@ -22,24 +22,27 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from side_by_side import (
+from torch import Tensor
+
+from megadit.infer.benchmarks.side_by_side import (
     COSMOS,
     DTYPES,
     SETTINGS,
+    BenchmarkOptions,
     BlockCall,
     Comparison,
     Inputs,
     Setting,
-    begin,
+    backward,
     block_call,
     call_theirs,
     compare,
     networks,
+    packed_call,
     randomised,
     show,
+    training_steps,
 )
-from torch import Tensor, nn
-
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
@@ -48,6 +51,7 @@ from megadit.models.networks.initialize import initialize_
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.bin_packing import best_fit
 from megadit.train.recipes import load_recipe
@@ -60,48 +64,26 @@ MAX_FRAMES, SIDE = 64, 8
 NUM_CLIPS, PADDED_BATCH = 32, 4
 
 
-def _backward(out: Tensor) -> None:
-    out.backward(torch.ones_like(out))
-
-
 def compare_training(setting: Setting, dtype: torch.dtype, rounds: int) -> list[Comparison]:
     """Forward and backward of one block, and a step of the whole network; every step meets a new pack."""
     ours, theirs = networks(setting, dtype)
     inputs = Inputs.of(setting, dtype)
-    tokens_S1P = patchify(inputs.x_BCTHW, setting.config)
-    text_L1E = inputs.conditioning.text_BLE.transpose(0, 1)
-    segment = Segment(setting.config.token_grid(*setting.latents), len(text_L1E))
-
-    def call_ours() -> Tensor:
-        layout = PackLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
-        return ours.forward_packed(tokens_S1P, inputs.c_noise_B, text_L1E, inputs.conditioning.fps_B, layout)
-
-    def call_theirs_() -> Tensor:
-        return call_theirs(setting, theirs, inputs)
 
     def of_block(block: BlockCall) -> Callable[[], None]:
-        return lambda: _backward(block.run(block.tokens.detach().requires_grad_()))
+        return lambda: backward(block.run(block.tokens.detach().requires_grad_()))
 
     what = f"{setting.num_tokens:,} tokens, {str(dtype).removeprefix('torch.')} / {setting.name}"
     blocks = [
         of_block(block_call(block, call))
-        for block, call in ((ours.blocks["0"], call_ours), (theirs.transformer_blocks[0], call_theirs_))
+        for block, call in (
+            (ours.blocks["0"], packed_call(setting, ours, inputs)),
+            (theirs.transformer_blocks[0], lambda: call_theirs(setting, theirs, inputs)),
+        )
     ]
     return [
         compare(f"block forward + backward, {what}", *blocks, 8 * rounds),
-        compare(f"step, {what}", _step_of(ours, call_ours), _step_of(theirs, call_theirs_), rounds),
+        compare(f"step, {what}", *training_steps(setting, dtype), rounds),
     ]
-
-
-def _step_of(network: nn.Module, call: Callable[[], Tensor]) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6, fused=True)
-
-    def step() -> None:
-        _backward(call())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def compare_packing(rounds: int) -> Comparison:
@@ -116,11 +98,11 @@ def compare_packing(rounds: int) -> Comparison:
     def packed() -> None:
         for segments, *inputs in packs:
             layout = PackLayout.pack(segments, capacity=len(inputs[0]), text_capacity=len(segments))
-            _backward(dit.forward_packed(*inputs, layout))
+            backward(dit.forward_packed(*inputs, layout))
 
     def padded() -> None:
         for batch in batches:
-            _backward(dit(*batch))
+            backward(dit(*batch))
 
     name = f"{NUM_CLIPS} clips of 1 to {MAX_FRAMES} frames, packed / padded in batches of {PADDED_BATCH}"
     return compare(name, packed, padded, rounds, limit=1 / 1.8)
@@ -169,10 +151,10 @@ def compare_text_of_others(rounds: int) -> Comparison:
 
     def spared() -> None:
         for block in dit.blocks.values():
-            _backward(block.cross_attention.kv(spared_L1D))
+            backward(block.cross_attention.kv(spared_L1D))
 
     def whole() -> None:
-        _backward(dit.forward_packed(tokens_S1P, c_noise_G, text_L1E, fps_G, layout))
+        backward(dit.forward_packed(tokens_S1P, c_noise_G, text_L1E, fps_G, layout))
 
     return compare("keys and values of other ranks' text / all of a rank, 8 ranks", spared, whole, rounds)
 
@@ -243,7 +225,13 @@ def compare_megatron(rounds: int) -> Comparison:
 
 
 def _run(argv: list[str]) -> None:
-    options = begin(argv, "training_step.py", "Times training beside other ways to do it.")
+    options = read_options(
+        BenchmarkOptions,
+        argv,
+        prog="python tests/benchmarks/training_step.py",
+        description="Times training beside other ways to do it.",
+    )
+    options.set_threads()
     comparisons = [
         one for setting in SETTINGS for dtype in DTYPES for one in compare_training(setting, dtype, options.rounds)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, held_alone, inner_path
+from megadit.models.shared.files import atomic_directory, cache_folder, held_alone, inner_path
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
@@ -54,7 +54,7 @@ def local_copy(folder: "Path | EPath", name: str) -> Path:
     if isinstance(folder, Path):
         return folder
     of_place = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()  # names are untrusted
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit" / of_place / name
+    cache = cache_folder() / of_place / name
     if not cache.is_dir():
         with held_alone(cache.with_name(f".{name}.lock")):
             if not cache.is_dir():  # another rank may have fetched it

@@ -10,6 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from megadit.models.ops.crossover import use_measured
 from megadit.models.shared.cores import asked_threads
 from megadit.train.config.schema import RunConfig
 
@@ -29,12 +30,12 @@ class Threads:
     def go_on(self, step: int, chosen: int) -> None:
         """Resume after `step` steps with the threads chosen before (0: not yet)."""
         if self._is_open and (chosen or step):
-            torch.set_num_threads(min(chosen or self._all, self._all))
+            self._set(min(chosen or self._all, self._all))
             self._is_open = False
 
     def begin(self, step: int) -> None:
         if self._is_open and step == WITH_ONE:
-            torch.set_num_threads(1)
+            self._set(1)
 
     def end(self, step: int, seconds: float) -> int:
         """Record the seconds of a step; return the chosen threads, the same on all ranks, or 0 if undecided."""
@@ -44,8 +45,12 @@ class Threads:
         slowest = torch.tensor([self._seconds.get(WITH_ALL, 0.0), seconds])
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         self._is_open, chosen = False, 1 if slowest[1] < slowest[0] else self._all
-        torch.set_num_threads(chosen)
+        self._set(chosen)
         return chosen
+
+    def _set(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        use_measured()  # which variants are faster depends on it
 
 
 # --- Reuse of freed CPU memory in the next step -----------------------------------------------------------------------

@@ -42,6 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "benchmark train": ("megadit.train.benchmarks.train:main", "time optimizer steps of a recipe on this machine"),
     "benchmark growth": ("megadit.train.benchmarks.growth:main", "plot the cost of a training step by size"),
     "benchmark scaling": ("megadit.train.benchmarks.scaling:main", "measure samples per second by number of ranks"),
+    "benchmark cpu": ("megadit.export.benchmark_cpu:main", "time this CPU's runtimes beside diffusers' network"),
     "benchmark generate": ("megadit.infer.benchmarks.generate:main", "time a bundle under several runtimes"),
     "serve build-repository": (
         "megadit.serve.repository.build:main",

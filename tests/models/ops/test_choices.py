@@ -14,6 +14,7 @@ from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import attention as attentions
 from megadit.models.ops import batch_attention, linear, tiled_attention
 from megadit.models.ops.attention import attend_by_length_group, attention
+from megadit.models.ops.crossover import NEVER
 from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run
 from megadit.models.packing.dense_layout import DenseLayout, grid_positions
 from megadit.models.packing.layout import PackLayout
@@ -34,7 +35,7 @@ def nothing_stays_forced():
 def tiles_pay(monkeypatch):
     if linear._BY_ONEDNN is None:
         pytest.skip("this torch was built without oneDNN")
-    monkeypatch.setattr(tiled_attention, "is_mkl_slow", lambda: True)
+    monkeypatch.setattr(tiled_attention.CROSSOVER, "size", 1)
     monkeypatch.setattr(tiled_attention, "multiplies", lambda dtype: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(tiled_attention, "FEWEST", 16)
@@ -177,9 +178,9 @@ def test_where_tiles_are_used(tiles_pay, monkeypatch):
     assert not is_tiled(mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_tiled()
-    for module, name, value in ((torch, "get_num_threads", 2), (tiled_attention, "is_mkl_slow", False)):
+    for holder, name, value in ((torch, "get_num_threads", lambda: 2), (tiled_attention.CROSSOVER, "size", NEVER)):
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(module, name, lambda value=value: value)
+            elsewhere.setattr(holder, name, value)
             assert not is_tiled(), name
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(tiled_attention, "multiplies", lambda dtype: False)

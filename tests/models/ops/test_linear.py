@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.blocks import MLP
 from megadit.models.ops import ledger, linear
+from megadit.models.ops.crossover import NEVER
 from megadit.models.ops.linear import Linear, fuses_gelu
 
 SHAPES = {
@@ -34,8 +35,8 @@ def products(monkeypatch) -> list[str]:
         return by_onednn(x, weight, bias, activation, *rest)
 
     monkeypatch.setattr(linear, "_BY_ONEDNN", counted)
-    monkeypatch.setattr(linear, "FEWEST_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(linear, "is_mkl_slow", lambda: True)
+    for crossover in (linear.PRODUCT, linear.WITH_GELU, linear.WITH_GRADIENTS):
+        monkeypatch.setattr(crossover, "size", 1)
     return asked
 
 
@@ -156,11 +157,10 @@ def test_what_onednn_is_not_asked_for(products, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(linear, "is_mkl_slow", lambda: False)
+        elsewhere.setattr(linear.WITH_GRADIENTS, "size", NEVER)
         layer(x).sum().backward()
         assert layer.weight.grad is not None and not fuses_gelu(layer)
-        elsewhere.setattr(linear, "FEWEST_MULTIPLICATIONS", 20 * 8 * 8 + 1)
-        elsewhere.setattr(linear, "is_mkl_slow", lambda: True)
+        elsewhere.setattr(linear.WITH_GRADIENTS, "size", 20 * 8 * 8 + 1)
         layer(x).sum().backward()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.randn(20, 9))

@@ -18,6 +18,7 @@ from torch import Tensor
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import linear, tiled_attention
+from megadit.models.ops.crossover import CROSSOVERS
 from megadit.models.ops.registry import OPS, Op, Variant
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import CPU, PackLayout
@@ -211,9 +212,8 @@ def everything_pays(monkeypatch):
     """Variants for large inputs and slow libraries are chosen for small inputs and on any processor."""
     if linear._BY_ONEDNN is None:
         pytest.skip("this torch was built without oneDNN")
-    monkeypatch.setattr(linear, "FEWEST_MULTIPLICATIONS", 1)
-    for module in (linear, tiled_attention):
-        monkeypatch.setattr(module, "is_mkl_slow", lambda: True)
+    for crossover in CROSSOVERS.values():
+        monkeypatch.setattr(crossover, "size", 1)
     for name, value in {"FEWEST": 16, "MOST_KEYS": 100, "TILE": 16}.items():
         monkeypatch.setattr(tiled_attention, name, value)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megadit.models.megatron import cpu_shim
+from megadit.models.ops.crossover import CROSSOVERS
 
 if __name__ == "__main__":
     cpu_shim.install()
@@ -41,7 +42,6 @@ from megadit.models.networks import axial, experts, initialize
 from megadit.models.networks.attention import WidthNorm  # noqa: E402
 from megadit.models.networks.conditioning import CleanLatents, Conditioning  # noqa: E402
 from megadit.models.networks.registry import build_network  # noqa: E402
-from megadit.models.ops import linear  # noqa: E402
 from megadit.models.packing import layout
 from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
@@ -379,8 +379,8 @@ def run(out, case):
     """Numbers of one case; its checkpoint lies in `out`."""
     config = run_config(out, case)
     if case.get("products") == "onednn":
-        patch(linear, "FEWEST_MULTIPLICATIONS", 1)
-        patch(linear, "is_mkl_slow", lambda: True)
+        for crossover in CROSSOVERS.values():
+            patch(crossover, "size", 1)
     processes = start_processes(config)
     if case.get("apart"):
         build_chunks = setup.build_chunks

@@ -233,7 +233,8 @@ def test_a_server_in_trouble_ends_no_run(moment, trouble, tmp_path, wandb_server
     board.close()
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(told) == 1 and "wandb sync" in told[0]
-    sys.modules["wandb"].teardown()  # as at the end of the process
+    with contextlib.suppress(ConnectionError):  # its own process may have died of the server's answer (0.31)
+        sys.modules["wandb"].teardown()  # as at the end of the process
     (written,) = (tmp_path / "wandb").glob(f"{'offline-' if moment == 'start' else ''}run-*/run-*.wandb")
     assert b"loss" in written.read_bytes()
 

@@ -15,7 +15,9 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.machine import describe, describe_in_words
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
-from megadit.models.shared.cli.options import read_options
+from megadit.models.networks.embeddings import patchify
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -60,6 +62,19 @@ DIT = Setting(
     latents=(1, 64, 64),
 )
 SETTINGS = (COSMOS, DIT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkOptions:
+    """Options of all comparisons."""
+
+    rounds: int = setting(9, "rounds, after one that is not counted (default: {default})", low=1)
+    threads: int | None = setting(None, "threads of torch (default: torch's own choice)", low=1)
+    json: str = setting("", "also write the figures here", metavar="FILE")
+
+    def set_threads(self) -> None:
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +141,6 @@ def show(title: str, comparisons: list[Comparison], json: str = "") -> None:
         print(json)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchmarkOptions:
-    """Of the comparisons that take turns."""
-
-    rounds: int = setting(9, "pairs timed, after one that is not counted (default: {default})")
-    threads: int | None = setting(None, "threads of torch (default: torch's own choice)")
-    json: str = setting("", "also write the figures here", metavar="FILE")
-
-
-def begin(argv: list[str], script: str, description: str) -> BenchmarkOptions:
-    """The options of a script of this folder; torch computes with as many threads as they say."""
-    options = read_options(BenchmarkOptions, argv, prog=f"python tests/benchmarks/{script}", description=description)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    return options
-
-
 # -------------------------------------------------------------------------------------------------- networks
 
 
@@ -152,7 +150,7 @@ def networks(setting: Setting, dtype: torch.dtype) -> tuple[DiT, nn.Module]:
     Raises:
         UserError: without diffusers.
     """
-    theirs = cosmos_like(setting) if setting is COSMOS else dit_like(setting)
+    theirs = dit_like(setting) if setting.config.num_classes else cosmos_like(setting)
     return randomised(DiT(setting.config)).to(dtype), randomised(theirs).to(dtype)
 
 
@@ -166,7 +164,8 @@ def _diffusers() -> Any:
     try:
         import diffusers
     except ImportError:
-        raise UserError("the comparison needs diffusers: pip install diffusers") from None
+        raise UserError("the comparison needs diffusers: pip install 'megadit[diffusers]'") from None
+    diffusers.utils.logging.set_verbosity_error()  # about casts, of weights that are random anyway
     return diffusers
 
 
@@ -223,7 +222,7 @@ class Inputs:
 def call_theirs(setting: Setting, network: nn.Module, inputs: Inputs) -> Tensor:
     """Their prediction, BCTHW."""
     dtype = inputs.x_BCTHW.dtype
-    if setting is COSMOS:
+    if not setting.config.num_classes:
         time_B = inputs.c_noise_B.to(dtype)
         return network(inputs.x_BCTHW, time_B, inputs.conditioning.text_BLE, fps=24, return_dict=False)[0]
     out = network(inputs.x_BCTHW[:, :, 0], inputs.c_noise_B, torch.tensor([0]), return_dict=False)[0]
@@ -249,3 +248,44 @@ def block_call(block: nn.Module, call: Callable[[], object]) -> BlockCall:
         return BlockCall(lambda tokens: block(tokens, *args[1:], **kwargs), args[0])
     rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     return BlockCall(lambda tokens: block(hidden_states=tokens, **rest), kwargs["hidden_states"])
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def training_steps(setting: Setting, dtype: torch.dtype) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A whole step (forward, backward, torch's fused AdamW) of ours, of one pack, and of theirs."""
+    ours, theirs = networks(setting, dtype)
+    inputs = Inputs.of(setting, dtype)
+    return (
+        _step_of(ours, packed_call(setting, ours, inputs)),
+        _step_of(theirs, lambda: call_theirs(setting, theirs, inputs)),
+    )
+
+
+def packed_call(setting: Setting, network: DiT, inputs: Inputs) -> Callable[[], Tensor]:
+    """Our network on a new pack of the one sample."""
+    tokens_S1P = patchify(inputs.x_BCTHW, setting.config)
+    text_L1E = inputs.conditioning.text_BLE.transpose(0, 1)
+    segment = Segment(setting.config.token_grid(*setting.latents), len(text_L1E))
+
+    def call() -> Tensor:
+        layout = PackLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
+        return network.forward_packed(tokens_S1P, inputs.c_noise_B, text_L1E, inputs.conditioning.fps_B, layout)
+
+    return call
+
+
+def backward(out: Tensor) -> None:
+    out.backward(torch.ones_like(out))
+
+
+def _step_of(network: nn.Module, call: Callable[[], Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        backward(call())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

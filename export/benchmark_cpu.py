@@ -1,0 +1,200 @@
+"""`megadit benchmark cpu`: one network of a published size on this CPU, ours and diffusers', under each runtime.
+
+    megadit benchmark cpu --threads 1 --rounds 7 --json figures.json
+
+Both networks have equal width, depth, heads, tokens and text, and random weights. The contestants take turns, so that
+each round gives a ratio to diffusers' network in torch; figures: infer/BENCHMARKS.md.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from megadit.export.networks import DenoiserGraph
+from megadit.export.signatures import sample_inputs, trace_sizes
+from megadit.export.to_onnx import export_onnx
+from megadit.infer.benchmarks.side_by_side import (
+    COSMOS,
+    TEXT_LENGTH,
+    BenchmarkOptions,
+    Inputs,
+    Setting,
+    networks,
+    training_steps,
+)
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
+from megadit.infer.runtimes.onnx import OnnxNetwork
+from megadit.infer.runtimes.openvino import OpenVinoNetwork
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import parameterization_of
+from megadit.models.machine import describe, describe_in_words
+from megadit.models.ops.crossover import use_measured
+from megadit.models.shared.cli.options import command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
+from megadit.models.shared.progress import Progress
+
+SIGMA = 1.0
+BASELINE = "diffusers, torch"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """One contestant: processor seconds of each round, beside those of its baseline, and its error."""
+
+    name: str
+    seconds: list[float]
+    of_baseline: list[float]
+    error: float | None
+    """Largest difference from the same network in torch, as a part of its largest value; None for steps."""
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(ours / theirs for ours, theirs in zip(self.seconds, self.of_baseline, strict=True))
+
+
+class DiffusersDenoiser(nn.Module):
+    """D(x; sigma) by diffusers' Cosmos network, behind the same preconditioning as ours."""
+
+    def __init__(self, setting: Setting, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self._setting = network, setting
+        self._scalings = parameterization_of(setting.config).scalings
+
+    def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        c_skip, c_out, c_in, c_noise = self._scalings(sigma.reshape(-1, 1, 1, 1, 1))
+        time_B = c_noise.flatten()
+        prediction = self.network(c_in * x, time_B, text, fps=24, return_dict=False)[0]
+        return c_skip * x + c_out * prediction
+
+
+def contestants(setting: Setting, folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, a call that samples once): both networks under each runtime that is installed."""
+    ours, theirs = networks(setting, torch.float32)
+    inputs = Inputs.of(setting, torch.float32)
+    x, sigma, conditioning = inputs.x_BCTHW, torch.full((1,), SIGMA), inputs.conditioning
+    theirs_named = {"x": x, "sigma": sigma, "text": conditioning.text_BLE}
+    named = theirs_named | {"text_length": conditioning.text_length_B, "fps": conditioning.fps_B}
+    diffusers = DiffusersDenoiser(setting, theirs).eval().requires_grad_(False)
+    eager = TorchDenoiser(ours)
+    graph = DenoiserGraph(EDMDenoiser(ours)).eval().requires_grad_(False)
+    yield BASELINE, lambda: diffusers(**theirs_named)
+    yield "megadit, torch", lambda: eager(x, sigma, conditioning)
+    for who, network, held, spec in (
+        ("diffusers", diffusers, theirs_named, fixed_spec(theirs_named)),
+        ("megadit", graph, named, dynamic_spec(setting, named)),
+    ):
+        path, traced = folder / f"{who}.onnx", sample_inputs(spec, trace_sizes(spec))
+        export_onnx(network, spec, traced, path, metadata={"megadit_version": metadata.version("megadit")})
+        for runtime, open_network in (
+            ("ONNX Runtime", lambda path, spec: OnnxNetwork(path, spec, device=CPU)),
+            ("OpenVINO", OpenVinoNetwork),
+        ):
+            with suppress(UserError):  # not installed
+                opened = open_network(path, spec)
+                yield f"{who}, {runtime}", lambda opened=opened, held=held: opened(held, tuple(x.shape))
+        compiled = torch.compile(network)
+        yield f"{who}, torch.compile with freezing", lambda compiled=compiled, held=held: compiled(**held)
+
+
+def fixed_spec(inputs: dict[str, Tensor]) -> NetworkSpec:
+    """A graph for the sizes of these inputs alone."""
+    specs = (TensorSpec(name=name, dtype=_dtype(x), axes=tuple(x.shape)) for name, x in inputs.items())
+    return NetworkSpec(name="denoiser", inputs=tuple(specs), output="x0")
+
+
+def dynamic_spec(setting: Setting, inputs: dict[str, Tensor]) -> NetworkSpec:
+    """A graph as `megadit export` makes it, for one or two videos of up to twice these sides and text."""
+
+    def axis(name: str, size: int, step: int = 1) -> Axis:
+        return Axis(name=name, min=step, opt=size, max=2 * size, step=step)
+
+    patch, sides = setting.config.patch_spatial, setting.latents
+    batch, text = axis("batch", 1), axis("text", TEXT_LENGTH)
+    size = (axis("time", sides[0]), axis("height", sides[1], patch), axis("width", sides[2], patch))
+    axes = {
+        "x": (batch, inputs["x"].shape[1], *size),
+        "text": (batch, text, inputs["text"].shape[2]),
+    }
+    specs = (TensorSpec(name=name, dtype=_dtype(x), axes=axes.get(name, (batch,))) for name, x in inputs.items())
+    return NetworkSpec(name="denoiser", inputs=tuple(specs), output="x0")
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def measure(setting: Setting, rounds: int) -> list[Timed]:
+    """Sampling calls of all contestants, then a training step of each network."""
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(freezing=True):
+        calls = dict(contestants(setting, Path(folder)))
+        exact = {who: calls[f"{who}, torch"]() for who in ("diffusers", "megadit")}
+        errors = {name: _error(call(), exact[name.partition(",")[0]]) for name, call in calls.items()}
+        seconds = _in_turns(calls, rounds, "sampling calls")
+    timed = [
+        Timed(name=name, seconds=of_call, of_baseline=seconds[BASELINE], error=errors[name])
+        for name, of_call in seconds.items()
+    ]
+    steps = dict(zip(("megadit", "diffusers"), training_steps(setting, torch.float32), strict=True))
+    seconds = _in_turns(steps, rounds, "training steps")
+    step = Timed(
+        name="megadit, training step", seconds=seconds["megadit"], of_baseline=seconds["diffusers"], error=None
+    )
+    return [*timed, step]
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).abs().max() / exact.abs().max()).item()
+
+
+def _in_turns(calls: dict[str, Callable[[], object]], rounds: int, what: str) -> dict[str, list[float]]:
+    """Processor seconds of each call in each round: others' work does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    with Progress((rounds + 1) * len(calls), f"timing {what}") as progress:
+        for number in range(rounds + 1):
+            for name, call in calls.items():
+                start = time.process_time()
+                call()
+                if number:  # the first one prepares
+                    seconds[name].append(time.process_time() - start)
+                progress.advance()
+    return seconds
+
+
+def show(timed: list[Timed]) -> None:
+    """A table of medians and ratios, the fastest first."""
+    table = Table("what", "processor s", "of diffusers in torch", "lowest", "highest", "error")
+    for one in sorted(timed, key=lambda one: statistics.median(one.ratios)):
+        ratios = [f"{value:.3f}" for value in (statistics.median(one.ratios), one.ratios[0], one.ratios[-1])]
+        error = "" if one.error is None else f"{one.error:.0e}"
+        table.add_row(one.name, f"{statistics.median(one.seconds):.4f}", *ratios, error)
+    Console().print(table)
+
+
+@command(
+    BenchmarkOptions, prog="megadit benchmark cpu", description="Times this CPU's runtimes beside diffusers' network."
+)
+def main(options: BenchmarkOptions) -> None:
+    """Runs `megadit benchmark cpu`; returns its exit code."""
+    options.set_threads()
+    use_measured()
+    timed = measure(COSMOS, options.rounds)
+    about = describe(CPU)
+    show(timed)
+    print(describe_in_words(about))
+    if options.json:
+        figures = [asdict(one) | {"ratio": statistics.median(one.ratios)} for one in timed]
+        write_json(options.json, {"machine": about, "contestants": figures})
+        print(options.json)

@@ -1,0 +1,116 @@
+"""Sizes from which a variant is faster than the one after it: measured once for a machine, and kept.
+
+Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set,
+number of threads and size. `use_measured` times both in turns, in some 0.3 s, and keeps what it found in the
+user's cache. Until then, where nothing can be written, and with MEGADIT_VARIANTS=rule, a rule decides.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from megadit.models.machine import processor
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import cache_folder, held_alone, read_json, write_json
+
+CROSSOVERS: dict[str, "Crossover"] = {}
+"""All of them by name."""
+NEVER = math.inf
+NUM_PAIRS = 5
+MARGIN = 0.1
+"""Logarithm of a ratio, summed over sizes, below which the rule stays: noise would change last bits."""
+INSTRUCTIONS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that keep the libraries from using all that a processor has."""
+
+Contestants = Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
+
+
+class Crossover:
+    """The smallest size at which a variant pays: `size`, `NEVER` where it does not."""
+
+    def __init__(self, name: str, sizes: tuple[int, ...], contestants: Contestants, rule: Callable[[], float]) -> None:
+        """
+        Args:
+            name: its name in `CROSSOVERS` and in the cache.
+            sizes: those that are timed, ascending.
+            contestants: size -> (calls the variant, calls what is used instead).
+            rule: the size where nothing was measured.
+        """
+        self.name, self._sizes, self._contestants, self._rule = name, sizes, contestants, rule
+        self.size = rule()
+        CROSSOVERS[name] = self
+
+    def measure(self) -> float:
+        """The size that loses least in all that were timed; the rule's, unless it loses noticeably more."""
+        ratios = {size: _ratio(*self._contestants(size)) for size in self._sizes}
+
+        def cost(crossover: float) -> float:
+            return sum(math.log(ratio) for size, ratio in ratios.items() if size >= crossover)
+
+        rule, best = self._rule(), min((*self._sizes, NEVER), key=cost)
+        return best if cost(rule) - cost(best) > MARGIN else rule
+
+    def use(self, size: float | None) -> None:
+        """Sets `size`; None: by the rule."""
+        self.size = self._rule() if size is None else size
+
+
+def use_measured() -> None:
+    """Sets all sizes for this process's processor, instructions and threads, measured by the first one that asks."""
+    if os.environ.get("MEGADIT_VARIANTS") == "rule":
+        return
+    path, machine = cache_folder() / "variants.json", _machine()
+    known = _read(path, machine)
+    if known is None:
+        with suppress(UserError, OSError), held_alone(path.with_suffix(".lock")), torch.no_grad():
+            known = _read(path, machine)
+            if known is None:
+                known = {name: crossover.measure() for name, crossover in CROSSOVERS.items()}
+                write_json(path, _read_all(path) | {machine: known})
+    for name, crossover in CROSSOVERS.items():
+        crossover.use((known or {}).get(name))
+
+
+def describe_crossovers() -> dict[str, str]:
+    """Name -> from which size on, in words."""
+    return {
+        name: "never" if one.size == NEVER else f"from {one.size / 2**20:g} Mi on" for name, one in CROSSOVERS.items()
+    }
+
+
+def _machine() -> str:
+    held = {name: os.environ[name] for name in INSTRUCTIONS if name in os.environ}
+    about = (processor(), torch.backends.cpu.get_cpu_capability(), held, torch.__version__, torch.get_num_threads())
+    return json.dumps(about)
+
+
+def _read_all(path: os.PathLike) -> dict:
+    with suppress(UserError):
+        found = read_json(path, is_finite=False)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _read(path: os.PathLike, machine: str) -> dict[str, float] | None:
+    """Sizes in the cache for this machine; None unless all are there."""
+    found = _read_all(path).get(machine)
+    is_whole = isinstance(found, dict) and found.keys() == CROSSOVERS.keys()
+    return found if is_whole and all(type(size) in (int, float) and size > 0 for size in found.values()) else None
+
+
+def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
+    """Processor time of ours / theirs, the least of each, in turns: neighbours and changes of clock slow both."""
+    ours(), theirs()
+    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(NUM_PAIRS)]
+    return min(ours for ours, _ in pairs) / min(theirs for _, theirs in pairs)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
