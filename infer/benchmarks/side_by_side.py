@@ -277,6 +277,7 @@ def packed_call(setting: Setting, network: DiT, inputs: Inputs) -> Callable[[], 
 
 
 def backward(out: Tensor) -> None:
+    """Gradients of the sum of `out`, of any shape."""
     out.backward(torch.ones_like(out))
 
 
