@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megadit.export import benchmark_cpu
 from megadit.infer.benchmarks.side_by_side import COSMOS
@@ -44,6 +45,11 @@ def test_a_runtime_that_is_not_there_is_left_out(small, tmp_path, monkeypatch):
         raise benchmark_cpu.UserError("not installed")
 
     monkeypatch.setattr(benchmark_cpu, "OpenVinoNetwork", missing)
+    monkeypatch.setattr(
+        benchmark_cpu, "OnnxNetwork", lambda path, spec, device: lambda inputs, shape: torch.ones(shape)
+    )
+    monkeypatch.setattr(benchmark_cpu, "export_onnx", lambda *_, **__: None)
     monkeypatch.setattr(benchmark_cpu.torch, "compile", lambda network: network)
     timed = benchmark_cpu.measure(benchmark_cpu.COSMOS, 1)
     assert not [one for one in timed if "OpenVINO" in one.name] and len(timed) == 7
+    assert all(one.error > 0.1 for one in timed if "ONNX" in one.name), "what computes something else is seen"
