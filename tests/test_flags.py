@@ -145,6 +145,7 @@ SHOWN_BY = {
             "--scorer_dir --group_size --reward --scorer_seconds"
         ),
         "train/data/prepare/test_rollouts.py::test_clip_and_optical_flow_are_rewarded_without_a_program": "--clip",
+        "train/data/prepare/test_rollouts.py::test_steps_from_kept_states_are_those_that_the_sampler_took": "--states",
     },
     **dict.fromkeys(
         ("prepare edits", "prepare preferences"),
@@ -241,7 +242,7 @@ SHOWN_BY = {
             --extractors --real --device --even_if_too_large --sampler --num_steps --guidance
         """,
         "train/reward/test_command.py::test_rounds_follow_one_another_and_go_on_where_they_were": (
-            "--adapter_rank --spread --moved"
+            "--adapter_rank --spread --moved --objective --states --eta"
         ),
         "train/reward/test_command.py::test_a_reward_that_is_cheated_ends_the_run": "--distance",
     },

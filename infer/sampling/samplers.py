@@ -12,6 +12,7 @@ x_next = e^-h x + integral_0^h e^-(h - t) D(t) dt,  h = lambda_next - lambda,  e
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -247,6 +248,25 @@ def _integrate(step: Step, denoise: Denoise, x: Tensor, sigmas: Tensor, randomne
         if sigma_up > 0:
             x = x + sigma_up * randomness.noise(2 * index + 1)
     return x
+
+
+class NoisyStep(NamedTuple):
+    """A step with noise of `euler`: from sigma to sigma_down by the denoiser, then sigma_up times the noise of an
+    index."""
+
+    noise_index: int
+    sigma: float
+    sigma_down: float
+    sigma_up: float
+
+
+def noisy_steps(sigmas: Tensor, eta: float) -> list[NoisyStep]:
+    """The first steps over `sigmas` [steps + 1] with ancestral noise and without churn; a last one to 0 has none."""
+    steps = [
+        NoisyStep(2 * index + 1, sigma, *_ancestral_levels(sigma, sigma_next, eta))
+        for index, (sigma, sigma_next) in enumerate(_steps(sigmas))
+    ]
+    return [step for step in steps if step.sigma_up > 0]
 
 
 def _churn_gamma(randomness: Randomness, sigma: float, num_steps: int) -> float:

@@ -201,6 +201,7 @@ EFFECTS = {
     "train.distill.critic_updates": told("1", *STUDENT),
     "train.distill.nft_beta": told("0.5", *STUDENT, "train.distill.objective=diffusion_nft"),
     "train.distill.dpo_beta": told("5.0", *STUDENT, "train.distill.objective=dpo"),
+    "train.distill.grpo_clip": told("0.5", *STUDENT, "train.distill.objective=flow_grpo"),
     "optimizer.optimizer": told("adamw"),
     "optimizer.lr": told("0.01"),
     "optimizer.min_lr": told("0.01"),

@@ -17,8 +17,9 @@ ObjectiveName = Literal[
     "distribution_matching",
     "diffusion_nft",
     "dpo",
+    "flow_grpo",
 ]
-AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "diffusion_nft", "dpo")
+AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "diffusion_nft", "dpo", "flow_grpo")
 """Objectives trained at noise levels drawn from `diffusion.noise_levels`, not at a list of them."""
 BY_TANGENT = ("continuous_consistency", "consistency_limit")
 """Objectives that differentiate the student along the teacher's ODE."""
@@ -40,7 +41,8 @@ class DistillConfig:
     data of `megadit prepare trajectories`); `distribution_matching`, videos distributed as the teacher's (DMD2,
     2405.14867); `diffusion_nft`, videos of higher reward than the teacher's own (2509.16117; data of `megadit prepare
     rollouts`); `dpo`, the chosen of two videos rather than the rejected one (2311.12908; data of `megadit prepare
-    preferences`)."""
+    preferences`); `flow_grpo`, steps of sampling that led to a higher reward (2505.05470; data of `megadit prepare
+    rollouts --states`)."""
     guidance: float = setting(1.0, low=1)
     """Classifier-free guidance scale of the teacher; 1: no guidance, or a guidance-distilled teacher. For a student
     with `model.guidance_embedding_range`, scales are drawn uniformly from that range instead."""
@@ -67,6 +69,9 @@ class DistillConfig:
     dpo_beta: float = setting(2500.0, above=0)
     """Strength beta of `dpo` (arXiv 2311.12908, eq. 14, with T and the factor of the weight in it): a higher one keeps
     the student nearer to its teacher."""
+    grpo_clip: float = setting(1e-4, above=0)
+    """Clip range of `flow_grpo` (arXiv 2505.05470, eq. 5): a step of sampling teaches nothing more once its likelihood,
+    by the mean over all numbers of its latents, has changed by this part."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
@@ -91,9 +96,12 @@ class DistillConfig:
     @property
     def extras(self) -> tuple[str, ...]:
         """Values that samples must have: names of `packs.packed_batch.EXTRAS`."""
-        return {"regression": ("seed_key",), "diffusion_nft": ("reward",), "dpo": ("preference",)}.get(
-            self.objective, ()
-        )
+        return {
+            "regression": ("seed_key",),
+            "diffusion_nft": ("reward",),
+            "dpo": ("preference",),
+            "flow_grpo": ("seed_key", "reward", "noise_index", "sigma", "sigma_down", "sigma_up"),
+        }.get(self.objective, ())
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
         """Whether guidance takes two forward passes of the teacher (not if it is guidance-distilled; None: unknown)."""
@@ -112,7 +120,7 @@ class DistillConfig:
             "consistency": of_teacher + 1,
             **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
-            **dict.fromkeys(("diffusion_nft", "dpo"), of_teacher),
+            **dict.fromkeys(("diffusion_nft", "dpo", "flow_grpo"), of_teacher),
             "distribution_matching": variant
             + of_teacher
             + 1

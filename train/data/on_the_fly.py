@@ -21,7 +21,7 @@ from megadit.infer.decoding.rules import MAX_PIXELS
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.packs.samples import OCCURRENCE, member, training_sample
-from megadit.train.data.packs.training_sample import Frames, TrainingSample, drawn_caption, encode_frames, frame_times
+from megadit.train.data.packs.training_sample import Frames, TrainingSample, drawn_index, encode_frames, frame_times
 from megadit.train.dataset.description import UnreadableSampleError, read_description
 
 MAX_CLIP_PIXELS = 1 << 30
@@ -61,7 +61,7 @@ class FrozenEncoders:
             )
         latent_CTHW, frames = self._latents(frames_THWC, description.keyframes)
         captions = description.captions or (description.caption,)
-        caption = captions[drawn_caption(crude["__key__"], crude[OCCURRENCE], len(captions))]
+        caption = captions[drawn_index("caption", crude["__key__"], crude[OCCURRENCE], len(captions))]
         sample = training_sample(crude, description, latent_CTHW, self._text(caption))
         return replace(sample, frames=frames)
 

@@ -13,6 +13,8 @@ SLOWEST_FPS, FASTEST_FPS = 0.01, 10_000.0
 """Frame rates accepted for videos."""
 LARGEST_SIDE = 1 << 20
 MOST_CAPTIONS = 64
+MOST_STATES = 256
+"""Maximum number of states of the sampling of one video."""
 MOST_FRAMES = 64
 """Maximum number of frames of one clip encoded as images."""
 
@@ -40,6 +42,8 @@ class Description:
     """Seed of a generated video."""
     reward: float | None = None
     """Optimality probability of a generated video, 0 to 1."""
+    states: tuple[tuple[int, float, float, float], ...] = ()
+    """(noise_index, sigma, sigma_down, sigma_up) of each state of its sampling, as of `training_sample.State`."""
     frame_times: tuple[float, ...] = ()
     """Times of the frames encoded as images, in latent frames."""
     keyframes: tuple[int, ...] = ()
@@ -72,6 +76,7 @@ def read_description(content: bytes) -> Description:
         is_prior=_truth(values, "prior"),
         seed=_seed(values),
         reward=_reward(values),
+        states=_states(values),
         frame_times=_times(values, "frame_times"),
         keyframes=tuple(map(int, _times(values, "keyframes"))),
     )
@@ -103,6 +108,23 @@ def _reward(values: dict[str, Any]) -> float | None:
     if value is not None and not 0 <= value <= 1:
         raise UnreadableSampleError(f"its reward is {value:g}, not 0 to 1")
     return value
+
+
+def _states(values: dict[str, Any]) -> tuple[tuple[int, float, float, float], ...]:
+    found = values.get("states") or []
+    if not isinstance(found, list) or len(found) > MOST_STATES or not all(map(_is_state, found)):
+        raise UnreadableSampleError(f"its states are not a list of at most {MOST_STATES} noise indices with levels")
+    return tuple((index, *map(float, levels)) for index, *levels in found)
+
+
+def _is_state(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 4 or type(value[0]) is not int:
+        return False
+    index, *levels = value
+    if not all(isinstance(level, int | float) and 0 <= level <= LARGEST_SIDE for level in levels):
+        return False
+    sigma, down, up = levels
+    return 0 <= index <= LARGEST_SIDE and down < sigma and up > 0
 
 
 def _times(values: dict[str, Any], name: str) -> tuple[float, ...]:

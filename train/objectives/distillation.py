@@ -26,7 +26,7 @@ from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.adversary import towards_real
 from megadit.train.objectives.denoise import weighted_error
 from megadit.train.objectives.networks import Denoise, LossSums, Networks, Objective
-from megadit.train.objectives.noise_levels import draw_sigma, initial_noise, token_noise
+from megadit.train.objectives.noise_levels import draw_sigma, sampling_noise, token_noise
 from megadit.train.objectives.tangent import derivative
 
 RHO = 7
@@ -126,7 +126,7 @@ def regression(networks: Networks, batch: PackedBatch) -> LossSums:
     sigma_G, _ = _drawn_interval(batch, networks.config.train.distill.sigmas)
     first = networks.config.train.distill.sigmas[0]
     start = replace(batch, tokens_S1P=target_of(batch, torch.zeros_like(batch.tokens_S1P)))
-    x_S1P = start.noisy(sigma_G, initial_noise(batch, networks.config.model), networks.config.model.conditioning_noise)
+    x_S1P = start.noisy(sigma_G, sampling_noise(batch, networks.config.model), networks.config.model.conditioning_noise)
     x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, _noisy(networks, batch, sigma_G))
     weight_G = _loss_weight(networks, sigma_G)
     return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
@@ -194,11 +194,54 @@ def dpo(networks: Networks, batch: PackedBatch) -> LossSums:
         margin_G = more_G + other_G
         loss_G = F.softplus(beta_G * margin_G)
         weight_G = 2 * sign_G * beta_G * torch.sigmoid(beta_G * margin_G)  # both videos count the loss of their pair
-    of_errors = weighted_error(batch, D_S1P, x0_S1P, weight_G).objective
+    return _surrogate(batch, weighted_error(batch, D_S1P, x0_S1P, weight_G).objective, loss_G, margin_G > 0)
+
+
+def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums:
+    """Group-relative policy optimization (Flow-GRPO: Liu et al., arXiv 2505.05470, eq. 5, without the KL term):
+    -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A), where A = 2 reward - 1 and r is the ratio of the likelihoods of a
+    step of sampling under the student and under the policy that took it, the teacher.
+
+    A step of the sampler `euler` with eta > 0 goes from x to rho x + (1 - rho) D(x; sigma) + sigma_up n, where
+    rho = sigma_down / sigma. With y = D_old + s n and s = sigma_up / (1 - rho), its log-likelihood is
+    -|y - D|^2 / (2 s^2); as there, the mean over all numbers of the latents is taken. `tokens_S1P` are x, and n is
+    drawn again by the video's seed. LossSums.error is 1 where r is clipped.
+    """
+    extra_G, x_S1P = batch.extra_G, batch.tokens_S1P
+    is_padding_G = extra_G["sigma"] == 0
+    sigma_G = torch.where(is_padding_G, 1.0, extra_G["sigma"])
+    s_G = torch.where(is_padding_G, 1.0, extra_G["sigma_up"] / (1 - extra_G["sigma_down"] / sigma_G))
+    D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
+    with torch.no_grad():
+        old_S1P = networks.teacher(batch, x_S1P, sigma_G)
+        y_S1P = old_S1P + of_tokens(batch, s_G) * _noise_of_steps(networks, batch)
+        nearer_S = ((y_S1P - old_S1P).square() - (y_S1P - D_S1P).square()).mean(dim=(1, 2))
+        r_G = (_mean_of_samples(networks, batch, nearer_S) / (2 * s_G.square())).exp()
+        A_G, clip = 2 * extra_G["reward"] - 1, networks.config.train.distill.grpo_clip
+        clipped_G = r_G.clamp(1 - clip, 1 + clip) * A_G
+        is_clipped_G = clipped_G < r_G * A_G
+        weight_G = torch.where(is_clipped_G, 0.0, r_G * A_G / (2 * s_G.square()))
+        loss_G = -torch.minimum(r_G * A_G, clipped_G)
+    return _surrogate(batch, weighted_error(batch, D_S1P, y_S1P, weight_G).objective, loss_G, is_clipped_G)
+
+
+def _noise_of_steps(networks: Networks, batch: PackedBatch) -> Tensor:
+    """Unit noise [S, 1, P] that the sampler added in the step of each sample."""
+    index_G = batch.extra_G["noise_index"]
+    noise_S1P = torch.zeros_like(batch.tokens_S1P)
+    for index in index_G.unique().tolist():
+        of_index_S1P = sampling_noise(batch, networks.config.model, Stream.STEP + index)
+        noise_S1P = torch.where(of_tokens(batch, index_G == index), of_index_S1P, noise_S1P)
+    return noise_S1P
+
+
+def _surrogate(batch: PackedBatch, of_errors: Tensor, loss_G: Tensor, is_counted_G: Tensor) -> LossSums:
+    """Sums over target tokens of their samples' losses, with the gradient of `of_errors`; LossSums.error counts the
+    tokens of some samples."""
     tensors = batch.layout.on(loss_G.device)
     target_S = tensors.is_target_S
     loss = (loss_G[tensors.segment_of_token_S] * target_S).sum()
-    error = ((margin_G > 0)[tensors.segment_of_token_S] & target_S).sum().float()
+    error = (is_counted_G[tensors.segment_of_token_S] & target_S).sum().float()
     return LossSums(of_errors - of_errors.detach() + loss, loss, error)
 
 
@@ -212,6 +255,7 @@ DISTILLATION: dict[ObjectiveName, Objective] = {
     "distribution_matching": distribution_matching,
     "diffusion_nft": diffusion_nft,
     "dpo": dpo,
+    "flow_grpo": flow_grpo,
 }
 """`train.distill.objective` -> its function, for packs with guidance scales (`with_scale`)."""
 

@@ -63,9 +63,9 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
 
 
-def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
-    """Initial unit noise [S, 1, P] of sampling with the seeds of the pack's videos: `noise.latent_noise` at the tokens
-    of this rank."""
+def sampling_noise(batch: PackedBatch, model: DiTConfig, stream: int = Stream.NOISE) -> Tensor:
+    """Unit noise [S, 1, P] of sampling with the seeds of the pack's videos, the initial one or that of a step:
+    `noise.latent_noise` at the tokens of this rank."""
     seed_key_G = batch.extra_G["seed_key"]
     tensors = batch.layout.on(seed_key_G.device)
     segment_S, token_S = tensors.segment_of_token_S, tensors.position_in_segment_S
@@ -79,7 +79,7 @@ def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
     sides = height_S[:, None] * model.patch_spatial, width_S[:, None] * model.patch_spatial
     position_SK = (t_SK * sides[0] + h_SK) * sides[1] + w_SK
     key_R = seed_key_G[segment_S].repeat_interleave(len(inner_K3))
-    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=Stream.NOISE)
+    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=stream)
     return noise_RC.reshape(len(token_S), 1, -1)
 
 

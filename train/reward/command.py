@@ -1,4 +1,4 @@
-"""`megadit reward`: teaches a bundle what a user's scorer rewards (DiffusionNFT, arXiv 2509.16117).
+"""`megadit reward`: teaches a bundle what a scorer rewards (DiffusionNFT, arXiv 2509.16117; Flow-GRPO, 2505.05470).
 
     megadit reward BUNDLE OUT --prompts prompts.txt --scorer_dir my_scorer --nproc 2
 
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import open_videos, prompts_of
@@ -40,6 +40,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.prepare.rewards import Scoring
 from megadit.train.data.prepare.rollouts import SCORES_FILE
+from megadit.train.data.prepare.states import States
 from megadit.train.data.writer import is_prepared
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.runs import StageRun, check_memory, open_trained, publish, stage_run, write_student
@@ -64,6 +65,12 @@ class RewardOptions:
     beta: float = setting(
         0.3, "a lower one moves the policy further in a round (train.distill.nft_beta; default: {default})", above=0
     )
+    objective: Literal["diffusion_nft", "flow_grpo"] = setting(
+        "diffusion_nft",
+        "train.distill.objective: diffusion_nft needs no likelihoods and takes any sampler, flow_grpo learns of "
+        "single steps of the sampler euler with noise (default: {default})",
+    )
+    states: int = setting(4, "states of each video's sampling that flow_grpo learns of (default: {default})", low=1)
     seed: int = setting(0, "decides prompts and noise of the rollouts (default: {default})", low=0)
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the bundle's)", metavar="NAME"
@@ -101,15 +108,18 @@ class RewardOptions:
     settings: PartialSettings = group(
         PartialSettings,
         "sampling of the rollouts (default: the bundle's, without guidance)",
-        only=("sampler", "num_steps", "guidance"),
+        only=("sampler", "num_steps", "guidance", "eta"),
     )
     overrides: tuple[str, ...] = setting((), "values of training", positional=True, metavar="section.key=value")
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("prompts", "scorer_dir", "reward", "rounds", "adapter_rank", "nproc", "recipe", "config_file"),
-    "a round": ("prompts_per_round", "group_size", "train_steps", "beta", "seed", "clip", "scorer_seconds"),
-    "sampling of the rollouts (default: the bundle's, without guidance)": ("sampler", "num_steps", "guidance"),
+    "a round": (
+        *("objective", "prompts_per_round", "group_size", "train_steps", "beta", "states", "seed", "clip"),
+        "scorer_seconds",
+    ),
+    "sampling of the rollouts (default: the bundle's, without guidance)": ("sampler", "num_steps", "guidance", "eta"),
     "comparison with the base": (
         *("check_interval", "check_prompts", "count", "extractors", "real", "spread", "distance", "moved"),
         *("watch_dir", "device"),
@@ -146,7 +156,7 @@ def _run(argv: list[str]) -> None:
         groups=GROUPS,
         examples=EXAMPLES,
         prog="megadit reward",
-        description="Teaches a bundle what a scorer rewards (DiffusionNFT).",
+        description="Teaches a bundle what a scorer rewards (DiffusionNFT, Flow-GRPO).",
     )
     options.scoring.check()
     refuse(not options.prompts, "give --prompts FILE, a text file with a prompt per line")
@@ -158,6 +168,8 @@ def _reward(options: RewardOptions) -> None:
     base, recipe = open_trained(options.base, options.recipe)
     asked = asdict(options.settings)
     defaults = resolve_settings(base.defaults, **asked | {"guidance": asked["guidance"] or 1.0})
+    if options.objective == "flow_grpo":
+        States(defaults, options.states)  # raises for settings whose steps have no likelihood
     prompts = prompts_of(options.prompts, None, None, None)
     policy = good = Policy(bundle=base.path)
     check = _check(options, replace(base, defaults=defaults))
@@ -217,7 +229,8 @@ def _make_rollouts(
     request = [str(policy.bundle), str(data), "--prompt_file", str(lines), *options.scoring.arguments]
     request += ["--seed", str(options.seed + (number - 1) * videos)]
     request += ["--adapter", str(policy.adapter)] if policy.adapter else []
-    request += [f"--{name}={settings[name]}" for name in ("sampler", "num_steps", "guidance")]
+    request += [f"--{name}={settings[name]}" for name in ("sampler", "num_steps", "guidance", "eta")]
+    request += ["--states", str(options.states)] if options.objective == "flow_grpo" else []
     if launch("megadit.train.data.prepare.command", ["rollouts", *request], num_processes=options.nproc):
         raise UserError(f"the videos in {data} are incomplete; run the command again")
 
@@ -236,8 +249,8 @@ def _training_run(options: RewardOptions, base: Bundle, recipe: str, policy: Pol
     overrides = [
         *model_overrides(base.config, plain),
         f"train.distill.teacher={policy.bundle}",
-        "train.distill.objective=diffusion_nft",
-        f"train.distill.nft_beta={options.beta:g}",
+        f"train.distill.objective={options.objective}",
+        *([f"train.distill.nft_beta={options.beta:g}"] if options.objective == "diffusion_nft" else []),
         *adapter,
         f"train.output_dir={folder}",
         f"train.train_iters={options.train_steps}",

@@ -295,7 +295,8 @@ def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more
 def test_every_objective_has_a_stage():
     from megadit.train.objectives.distillation import DISTILLATION
 
-    assert STAGES.keys() == DISTILLATION.keys() - {"diffusion_nft", "dpo"}, "which learn from judged videos"
+    of_judged_videos = {"diffusion_nft", "dpo", "flow_grpo"}
+    assert STAGES.keys() == DISTILLATION.keys() - of_judged_videos
 
 
 OF_SAMPLES = {

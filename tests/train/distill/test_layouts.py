@@ -33,6 +33,7 @@ OBJECTIVES = {
     "regression": {"objective": "regression", "sigmas": SIGMAS},
     "nft": {"objective": "diffusion_nft", "nft_beta": 0.3},
     "dpo": {"objective": "dpo", "dpo_beta": 0.5},
+    "grpo": {"objective": "flow_grpo", "grpo_clip": 0.1},
     "matching": MATCHING,
     "adversarial": {**MATCHING, "adversarial_weight": 0.3},
 }
@@ -42,9 +43,9 @@ SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 FSDP = {"data_parallel": "fsdp"}
 COVERED = {
-    "sp": (SP, ("guidance", "consistency", "regression", "matching told")),
+    "sp": (SP, ("guidance", "consistency", "regression", "matching told", "grpo")),
     "recomputed sp": ({**SP, "recompute_granularity": "full"}, ("continuous", "adversarial given")),
-    "cp": (CP, ("guidance told given", "progressive", "limit", "nft", "dpo", "matching", "continuous of axes")),
+    "cp": (CP, ("guidance told given", "progressive", "limit", "nft", "dpo", "grpo", "matching", "continuous of axes")),
     "ring": ({**CP, "context_parallel_comm": "ring"}, ("continuous given", "matching given")),
     "fsdp": (FSDP, ("guidance told", "progressive", "continuous", "regression", "matching", "adversarial")),
     "two readers": ({}, ("guidance told", "consistency", "limit", "matching")),

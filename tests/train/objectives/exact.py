@@ -32,6 +32,10 @@ def pack(given=()):
             "seed_key": torch.tensor([33, 44, 0]),
             "reward": torch.tensor([0.9, 0.2, 0.0]),
             "preference": torch.tensor([1.0, -1.0, 0.0]),
+            "noise_index": torch.tensor([1, 5, 0]),
+            "sigma": torch.tensor([2.0, 0.5, 0.0]),
+            "sigma_down": torch.tensor([0.8, 0.1, 0.0]),
+            "sigma_up": torch.tensor([0.9, 0.3, 0.0]),
         },
         sample_ids=("a", "b", ""),
     )

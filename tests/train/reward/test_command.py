@@ -41,11 +41,14 @@ def asked(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["whole", "adapter"])
 def test_rounds_follow_one_another_and_go_on_where_they_were(base, asked, tmp_path, is_adapter, capfd):
-    out, more = tmp_path / "out", ["--adapter_rank", "2", "optimizer.lr=0.1"] if is_adapter else []
+    """Whole networks by DiffusionNFT, adapters by Flow-GRPO."""
+    steps = ["--objective", "flow_grpo", "--states", "1", "--sampler", "euler", "--eta", "1"]
+    out, more = tmp_path / "out", ["--adapter_rank", "2", "optimizer.lr=0.1", *steps] if is_adapter else []
     result = "adapter" if is_adapter else "bundle"
     assert main([str(base), *asked, *more]) == 0
     configs = [resolve_config(config_file=out / f"round_00{n}" / "config.yaml").train.distill for n in (1, 2)]
     first = out / "round_001" / result
+    assert {each.objective for each in configs} == {"flow_grpo" if is_adapter else "diffusion_nft"}
     if is_adapter:
         assert [each.teacher for each in configs] == [str(base)] * 2
         assert [each.teacher_adapter for each in configs] == [None, str(first)]
@@ -129,6 +132,7 @@ def test_a_reward_that_is_cheated_ends_the_run(tmp_path, monkeypatch, fault, sai
         (["--real", "clips"], "--real needs --extractors"),
         (["--check_prompts", "nowhere.txt"], "nowhere.txt"),
         (["--device", "abacus"], "abacus"),
+        (["--objective", "flow_grpo", "--eta", "0"], "states need --sampler euler --eta 1"),
         (["model.num_layers=3"], "leave out model.*"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from megadit.models.diffusion.noise import sample_key
 from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
-from megadit.train.data.packs.training_sample import Frames, TrainingSample
+from megadit.train.data.packs.training_sample import Frames, State, TrainingSample
 
 MAX_TEXT_LENGTH = 16
 FPS = 24.0
@@ -113,6 +113,9 @@ class MockLoader:
             )
             if "preference" in self.format.extras:
                 sample = self._with_rejected(sample)
+            if "sigma" in self.format.extras:
+                sigma = 0.1 + (number + index) % 7
+                sample.state = State(sigma * sample.latent_CTHW, 2 * (index % 3) + 1, sigma, 0.5 * sigma, 0.3 * sigma)
             yield self._with_conditioning(sample, number + index) if self.format.conditioning else sample
 
     def _with_rejected(self, sample: TrainingSample) -> TrainingSample:

@@ -25,7 +25,7 @@ from megadit.train.data.packs.training_sample import TrainingSample
 
 REFUSALS = (
     "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "no_reward", "odd_size",
-    "too_long", "long_text", "not_finite", "too_large", "no_pair",
+    "too_long", "long_text", "not_finite", "too_large", "no_pair", "no_state",
 )  # fmt: skip
 """Reasons for rejecting samples; `rules` has their descriptions."""
 _TENSORS = "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "loss_weight_G"
@@ -62,6 +62,15 @@ EXTRAS = {
         refusal="no_pair",
         reason="it holds no rejected video; train.distill.objective=dpo learns of `prepare preferences`",
     ),
+    **{
+        name: Extra(
+            of=lambda sample, name=name: None if sample.state is None else getattr(sample.state, name),
+            dtype=torch.long if name == "noise_index" else torch.float32,
+            refusal="no_state",
+            reason="it holds no state; train.distill.objective=flow_grpo learns of `prepare rollouts --states`",
+        )
+        for name in ("noise_index", "sigma", "sigma_down", "sigma_up")
+    },
 }
 """Name in `PackedBatch.extra_G` -> value."""
 
@@ -71,7 +80,7 @@ class PackedBatch:
     """A micro-batch: one or more concatenated packs. CPU tensors until `.to`."""
 
     tokens_S1P: Tensor
-    """float32 clean latents, patchified; zero in the padding."""
+    """float32 clean latents, patchified, or states of sampling (`flow_grpo`); zero in the padding."""
     text_L1E: Tensor
     """float32 text features by text token; zero at null tokens and padding."""
     layout: PackLayout
@@ -249,7 +258,7 @@ class PackFormat:
         ]
         layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
         num_padding = layout.num_segments - len(samples)
-        latents = [_latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]
+        latents = [self._latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]
         mixture = draw_mixture(layout.segments, keys, self.mixup)
         extra_G = {name: self._extra(name, samples, num_padding) for name in self.extras}
         if self.mixup:
@@ -266,6 +275,11 @@ class PackFormat:
             sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
             extra_G=extra_G,
         )
+
+    def _latents(self, sample: TrainingSample, part: SampleConditioning | None) -> Tensor:
+        if part is not None:
+            return part.latents(sample)
+        return sample.state.latent_CTHW if "sigma" in self.extras else sample.latent_CTHW
 
     def _extra(self, name: str, samples: Sequence[TrainingSample], num_padding: int) -> Tensor:
         values = [EXTRAS[name].of(sample) for sample in samples]
@@ -308,7 +322,3 @@ class PackFormat:
         )
         text_L1E[: len(rows_LE), 0] = rows_LE
         return text_L1E
-
-
-def _latents(sample: TrainingSample, part: SampleConditioning | None) -> Tensor:
-    return sample.latent_CTHW if part is None else part.latents(sample)

@@ -61,6 +61,7 @@ class Rules:
             frames=frames,
             seed=None,  # its noise had the shape of the whole clip
             reward=None,
+            state=None,
         )
 
     def is_read(self, sample: TrainingSample) -> bool:
@@ -87,8 +88,9 @@ class Rules:
         """Reason to reject a sample, as one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
         latents = (latent_CTHW, *_others(sample))
+        states = () if sample.state is None else (sample.state.latent_CTHW,)  # noisy: of any size
         texts = (text_LE, *([] if sample.image_text_LE is None else [sample.image_text_LE]))
-        if not {tensor.dtype for tensor in (*latents, *texts)} <= DTYPES:
+        if not {tensor.dtype for tensor in (*latents, *states, *texts)} <= DTYPES:
             return "other_dtype", "its latent or text is not of floating-point numbers of 16 to 64 bits"
         if latent_CTHW.shape[0] != model.in_channels:
             return "other_channels", f"its latent has not the {model.in_channels} channels of model.in_channels"
@@ -109,7 +111,7 @@ class Rules:
             return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
         if text_places > self.format.text_seq_length:
             return self._long_text()
-        if not all(map(_is_finite, (*latents, *texts))):
+        if not all(map(_is_finite, (*latents, *states, *texts))):
             return "not_finite", "it holds NaN or infinite values"
         if any(latent.numel() and latent.abs().max() > self.max_latent for latent in latents):
             return "too_large", f"its latent exceeds data.max_latent, {self.max_latent:g}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megadit.models.shared.documents import check_tensor_header
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.data.packs.training_sample import Frames, TrainingSample, another, drawn_caption
+from megadit.train.data.packs.training_sample import Frames, State, TrainingSample, another, drawn_index
 from megadit.train.dataset.description import MAX_HEADER_BYTES, Description, UnreadableSampleError, read_description
 
 OCCURRENCE = "__occurrence__"
@@ -68,6 +68,7 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
         sample,
         rejected_CTHW=rejected_CTHW,
         preference=None if rejected_CTHW is None else 1.0,
+        state=_state(tensors, description, crude),
         reference_CTHW=_reference(tensors),
         image_text_LE=image_text_LE,
         frames=_frames(tensors, description),
@@ -79,7 +80,7 @@ def _drawn_text(tensors: dict[str, Tensor], description: Description, crude: dic
     count = len(description.captions)
     if count < 2:
         return tensors.get("text")
-    return tensors.get(another("text", drawn_caption(crude["__key__"], crude[OCCURRENCE], count)))
+    return tensors.get(another("text", drawn_index("caption", crude["__key__"], crude[OCCURRENCE], count)))
 
 
 def _rejected(tensors: dict[str, Tensor]) -> Tensor | None:
@@ -88,6 +89,17 @@ def _rejected(tensors: dict[str, Tensor]) -> Tensor | None:
     if rejected_CTHW is not None and rejected_CTHW.shape != tensors["latent"].shape:
         raise UnreadableSampleError("its rejected video is not of the latent's shape")
     return rejected_CTHW
+
+
+def _state(tensors: dict[str, Tensor], description: Description, crude: dict[str, Any]) -> State | None:
+    """The state that is drawn for this epoch."""
+    states_KCTHW, count = tensors.get("states"), len(description.states)
+    if states_KCTHW is None and not count:
+        return None
+    if states_KCTHW is None or states_KCTHW.shape != (count, *tensors["latent"].shape):
+        raise UnreadableSampleError("its states are not as many as it describes, of the latent's shape")
+    number = drawn_index("state", crude["__key__"], crude[OCCURRENCE], count)
+    return State(states_KCTHW[number], *description.states[number])
 
 
 def _reference(tensors: dict[str, Tensor]) -> Tensor | None:

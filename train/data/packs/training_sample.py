@@ -28,9 +28,9 @@ def another(name: str, number: int) -> str:
     return f"{name}/{number}" if number else name
 
 
-def drawn_caption(sample_id: str, occurrence: int, count: int) -> int:
-    """Index of the caption used in this epoch, drawn by sample and epoch alone."""
-    return sample_key(0, f"caption of {sample_id}", occurrence) % count
+def drawn_index(kind: str, sample_id: str, occurrence: int, count: int) -> int:
+    """Index of the caption, or the state, used in this epoch, drawn by sample and epoch alone."""
+    return sample_key(0, f"{kind} of {sample_id}", occurrence) % count
 
 
 def keyframe_places(num_frames: int, count: int) -> list[int]:
@@ -50,6 +50,17 @@ def encode_frames(
     """Encode frames of clips as images: latents [B, C, K, H, W]."""
     found = [encode(video_BCTHW[:, :, [place]]) for place in places]
     return torch.cat([latents if isinstance(latents, Tensor) else torch.stack(latents) for latents in found], dim=2)
+
+
+class State(NamedTuple):
+    """Noisy latents x in the sampling of a video, and the step from there: x at `sigma_down` by the denoiser, plus
+    `sigma_up` times the sampler's noise of this index (`samplers.Randomness`)."""
+
+    latent_CTHW: Tensor
+    noise_index: int
+    sigma: float
+    sigma_down: float
+    sigma_up: float
 
 
 @dataclass(slots=True)
@@ -74,6 +85,8 @@ class TrainingSample:
     """Seed of a generated video's initial noise."""
     reward: float | None = None
     """Optimality probability of a generated video, 0 to 1 (`megadit prepare rollouts`)."""
+    state: State | None = None
+    """One state of the sampling of a generated video (`megadit prepare rollouts --states`)."""
     rejected_CTHW: Tensor | None = None
     """Video of the same caption that was liked less (`megadit prepare preferences`), of the same shape."""
     preference: float | None = None

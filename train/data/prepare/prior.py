@@ -26,6 +26,7 @@ from megadit.infer.pipeline.adapters import Scales, scaled_adapters
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
+from megadit.infer.sampling.callbacks import nothing_around
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.infer.sampling.samplers import settings_randomness
 from megadit.models.bundle import Bundle
@@ -36,6 +37,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.workers import Shard, Workers, join_workers
 from megadit.train.data.prepare.requests import begin, missing_shards
+from megadit.train.data.prepare.states import States
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
 from megadit.train.dataset.dataset_info import DatasetInfo
 
@@ -109,6 +111,8 @@ class Prior:
     adapters: Scales = field(default_factory=dict)
     describe: Callable[[GeneratedVideo], dict[str, Any]] = lambda video: {}
     """Returns what the description of a sample says in addition."""
+    states: States | None = None
+    """Records states of the sampling, which are stored with the samples."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further JSON values that determine the bytes of the data set."""
 
@@ -191,6 +195,8 @@ def prepare_samples(
             tokenizer=tokenizer,
             text_encoder=text_encoder,
         )
+        if prior.states is not None:
+            prior.states.watch(pipeline)
         write_shards(options.out, pipeline, prior, workers)
         workers.wait()
         if not workers.is_first:
@@ -233,9 +239,10 @@ def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, workers: Worker
 def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress) -> Iterator[tuple[str, bytes]]:
     prompts = [prior.prompts[number % len(prior.prompts)] for number in numbers]
     seeds = [prior.seed + number for number in numbers]
-    settings = prior.settings
-    videos = pipeline.stream(prompts, settings, seeds=seeds, batch_size=prior.batch_size, adapters=prior.adapters)
-    for number, video in zip(numbers, videos, strict=True):
+    settings, around = prior.settings, nothing_around if prior.states is None else prior.states.around
+    of_batches = {"batch_size": prior.batch_size, "adapters": prior.adapters, "around": around}
+    videos = pipeline.stream(prompts, settings, seeds=seeds, **of_batches)
+    for place, (number, video) in enumerate(zip(numbers, videos, strict=True)):
         text = pipeline.text_encoder.encode([video.prompt])
         text_LE = text.features_BLE[0, : text.length_B[0]]
         description = {
@@ -248,5 +255,7 @@ def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress)
         } | ({"prior": True} if prior.purpose.is_prior else {})
         description |= prior.describe(video)
         tensors = {"latent": video.latents_CTHW.half()} | ({"text": text_LE.cpu().half()} if len(text_LE) else {})
+        if prior.states is not None:
+            tensors["states"], description["states"] = prior.states.of(place, video.seed)
         yield from sample_members(f"{prior.purpose.name}-{prior.seed + number:08d}", description, tensors)
         bar.advance(1)

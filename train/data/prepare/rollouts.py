@@ -1,4 +1,4 @@
-"""`megadit prepare rollouts BUNDLE OUT`: videos of a policy with rewards, for `train.distill.objective=diffusion_nft`.
+"""`megadit prepare rollouts BUNDLE OUT`: videos of a policy with rewards, for post-training by rewards.
 
     megadit prepare rollouts BUNDLE data/rollouts --prompt_file prompts.txt --group_size 8 --scorer_dir my_scorer
 
@@ -30,13 +30,14 @@ from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.tar_files import UntrustedTarFile
 from megadit.train.data.prepare.prior import GROUPS, Prior, Purpose, SampleOptions, prepare_samples, prompts_of
 from megadit.train.data.prepare.rewards import OF_GROUPS, Scoring, VideoScores, rewards, weighted
+from megadit.train.data.prepare.states import States
 from megadit.train.data.writer import is_prepared, json_member, write_members
 
 REWARDS_FILE, SCORES_FILE = "rewards.json", "scores.json"
 """Reward of each video, and means of all scores, in the folder of the data set."""
 ROLLOUTS = Purpose(
     name="rollouts",
-    description="Videos of a model with rewards by your own scorer, to learn from with diffusion_nft.",
+    description="Videos of a model with rewards by your own scorer, to learn from with diffusion_nft or flow_grpo.",
     is_prior=False,
     next="learn of them with train.distill.objective=diffusion_nft (`megadit reward` does all of it)",
 )
@@ -46,13 +47,18 @@ ROLLOUTS = Purpose(
 class RolloutOptions(SampleOptions):
     scoring: Scoring = group(Scoring)
     adapter: str | None = setting(None, "adapter that is attached to the model", metavar="PATH")
+    states: int = setting(
+        0,
+        "states of each video's sampling to keep, for train.distill.objective=flow_grpo (default: {default})",
+        low=0,
+    )
 
 
 def command(source: str, argv: list[str]) -> int:
     """Runs `megadit prepare rollouts`."""
     groups = GROUPS | {
         "most used": ("prompt", "prompt_file", "group_size", "scorer_dir", "reward", "clip", "seed", "overwrite"),
-        "other": ("watch_dir", "scorer_seconds", "adapter"),
+        "other": ("watch_dir", "scorer_seconds", "adapter", "states"),
     }
     example = "megadit prepare rollouts bundle data/rollouts --prompt_file prompts.txt --scorer_dir my_scorer"
     about = {"description": ROLLOUTS.description, "examples": (example,)}
@@ -60,19 +66,21 @@ def command(source: str, argv: list[str]) -> int:
     scoring = options.scoring
     scoring.check()
     bundle = open_bundle(options.bundle)
+    settings = resolve_settings(bundle.defaults, **asdict(options.settings))
     prompts = [prompt for prompt in prompts_of(options) for _ in range(scoring.group_size)]
     is_made = is_prepared(options.out) and not options.overwrite
     with nullcontext() if is_made else VideoScores(scoring) as scores:
         prior = Prior(
             purpose=ROLLOUTS,
             prompts=prompts,
-            settings=resolve_settings(bundle.defaults, **asdict(options.settings)),
+            settings=settings,
             count=len(prompts),
             seed=options.seed,
             batch_size=options.batch_size,
             adapters={} if options.adapter is None else {options.adapter: 1.0},
             describe=lambda video: {"scores": scores.of(video)},
-            more=scoring.request,
+            states=States(settings, options.states) if options.states else None,
+            more=scoring.request | ({"states": options.states} if options.states else {}),
         )
         count = prepare_samples(
             options, bundle, prior, lambda folder: give_rewards(scores.weights, scoring.group_size, folder)

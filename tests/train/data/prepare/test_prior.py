@@ -30,7 +30,7 @@ from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.dataset.description import read_description
 from megadit.train.distill import pairs
 from megadit.train.objectives.denoise import edm_loss
-from megadit.train.objectives.noise_levels import initial_noise, token_noise
+from megadit.train.objectives.noise_levels import sampling_noise, token_noise
 
 from .conftest import MODEL
 
@@ -117,14 +117,14 @@ def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
     samples.insert(1, replace(samples[0], latent_CTHW=samples[0].latent_CTHW[:, :1, :4], seed=11))
     format = PackFormat(model=MODEL, seq_length=112, text_seq_length=40, seed=1, text_dropout=0.0, extras=("seed_key",))
     pack, start = format.pack(samples), 0
-    noise_S1P = initial_noise(pack, MODEL)
+    noise_S1P = sampling_noise(pack, MODEL)
     for each in samples:
         expected = patchify(latent_noise(torch.tensor([seed_key(each.seed)]), tuple(each.latent_CTHW.shape)), MODEL)
         assert torch.equal(noise_S1P[start : start + len(expected)], expected)
         start += len(expected)
     for rank in range(2):
         mine = pack.shard(TokenMesh(context=2, rank=rank))
-        assert torch.equal(initial_noise(mine, MODEL), noise_S1P[mine.layout.on("cpu").index_S])
+        assert torch.equal(sampling_noise(mine, MODEL), noise_S1P[mine.layout.on("cpu").index_S])
     rules = Rules(format=format, max_frames=1)
     assert rules.reason_against(samples[0]) is None
     assert rules.reason_against(rules.crop(samples[0]))[0] == "no_seed", "half a video is not what noise became"

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import load
 
 from megadit.infer.evaluate.metrics.motion import MotionClips
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
 from megadit.train.data.packs.samples import decode
 from megadit.train.data.prepare import command as prepare
 from megadit.train.data.prepare import prior, rollouts
@@ -202,3 +205,39 @@ def test_every_option_reaches_the_samples(make, tmp_path, monkeypatch, capfd):
     assert (settings.sampler, settings.num_steps, settings.guidance, settings.height) == ("heun", 5, 3, 24)
     assert (settings.width, settings.fps, settings.negative_prompt, settings.churn) == (32, 4, "a fish", 2)
     assert asked[0].adapters == {"mine": 1.0} and settings.eta == 0
+
+
+STOCHASTIC = ("--sampler", "euler", "--eta", "1", "--churn", "0", "--guidance", "1", "--num_steps", "5")
+
+
+def test_steps_from_kept_states_are_those_that_the_sampler_took(make, bundle):
+    out = make(*STOCHASTIC, "--states", "4")
+    pipeline = TextToVideo.from_pretrained(bundle)
+    for name, content in members(out).items():
+        if not name.endswith("json"):
+            continue
+        told, tensors = json.loads(content), load(members(out)[name.replace("json", "safetensors")])
+        assert len(told["states"]) == len(tensors["states"]) == 4 and told["states"][0][1] > told["states"][3][1]
+        key_B = torch.tensor([seed_key(told["seed"])])
+        conditioning = pipeline.text_encoder.conditioning([told["caption"]], told["fps"])
+        for (x, next_x), (index, sigma, down, up) in zip(pairwise(tensors["states"]), told["states"], strict=False):
+            D = pipeline.denoiser(x[None], torch.tensor([sigma]), conditioning)[0]
+            noise = latent_noise(key_B, tuple(x.shape), stream=Stream.STEP + index)[0]
+            expected = x + (down - sigma) * (x - D) / sigma + up * noise
+            torch.testing.assert_close(next_x, expected, rtol=1e-4, atol=1e-4 * sigma)
+    crude = {name.partition(".")[2]: content for name, content in members(out).items() if "00000004" in name}
+    drawn = {decode(crude | {"__key__": "a", "__occurrence__": epoch}).state.sigma for epoch in range(20)}
+    assert drawn == {step[1] for step in json.loads(crude["json"])["states"]}, "each epoch draws another"
+    assert shards(make(*STOCHASTIC, "--states", "4", out="again")) == shards(out)
+
+
+def test_states_that_have_no_likelihood_are_refused(make, capfd):
+    for wrong, said in (
+        (("--eta", "0"), "states need --sampler euler --eta 1"),
+        (("--sampler", "heun"), "states need --sampler euler"),
+        (("--guidance", "2"), "--guidance 1"),
+        (("--churn", "3"), "--churn 0"),
+        (("--num_steps", "2"), "--states 4: 1 of 2 steps add noise"),
+    ):
+        make(*STOCHASTIC, "--states", "4", *wrong, code=2)
+        assert said in capfd.readouterr().err
