@@ -159,7 +159,7 @@ def read_sample(members: dict[str, bytes]) -> tuple[Tensor, Tensor, dict[str, An
 
 
 def read_cache(members: dict[str, bytes]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Reads a file of AutoModel's cache; returns what `read_sample` does.
+    """(latent CTHW, text LE without the rows of zeros at its end, description) of a file of AutoModel's cache.
 
     Raises:
         UnreadableTensorError: naming what it lacks.
@@ -212,7 +212,7 @@ def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes
 
 
 def iter_caches(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(path without suffix, its bytes) of all of AutoModel's cache files; `metadata.json` and its shards say no more."""
+    """(path without suffix, its bytes) of each file of AutoModel's cache, which says all that `metadata.json` does."""
     caches = [path for path in files_under(root) if path.suffix in CACHES]
     if not caches:
         raise UserError(f"{root} holds no files {' or '.join(CACHES)}")
