@@ -113,7 +113,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "flow_matching.flow_shift": lambda shift: (
         math.log(shift) if isinstance(shift, int | float) and shift > 0 else shift
     ),
-    "fsdp.activation_checkpointing": lambda is_on: "full" if is_on else "none",
+    "fsdp.activation_checkpointing": lambda is_on: {True: "full", False: "none"}.get(is_on, is_on),
 }
 
 FIXED: dict[str, tuple[Any, str]] = {

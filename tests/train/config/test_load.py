@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import types
 from dataclasses import fields, is_dataclass
@@ -294,6 +295,7 @@ OTHER_VALUES = {
     "model.val_generation_guidance": lambda ours: ours - 1,
     "optimizer.use_distributed_optimizer": lambda ours: ours == "distributed_optimizer",
     "optim.config.use_distributed_optimizer": lambda ours: ours == "distributed_optimizer",
+    "flow_matching.flow_shift": math.exp,
 }
 """How a value of ours is written under these names."""
 
