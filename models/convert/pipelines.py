@@ -16,8 +16,9 @@ from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.text_encoders.published import PublishedNetwork
 
 FILE = "model_index.json"
-DIFFUSERS_VERSION = "0.36.0"
-"""The oldest version with all of these classes. SGLang takes a folder without a version for a language model."""
+DIFFUSERS_VERSION = "0.37.0"
+"""The oldest version with all of these classes (0.36 lacks Predict2.5's). SGLang takes a folder without a version for a
+language model."""
 Component = list[str | None]
 """[library, class] of a component; [None, None] if there is none."""
 ABSENT: Component = [None, None]

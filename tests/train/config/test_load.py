@@ -145,6 +145,7 @@ def test_incomplete_dictionary_names_what_is_missing():
 
 
 SPECIAL = {
+    "diffusion.p_mean": 1.0,  # whose logarithm of the exponential is exact
     "optimizer.lr_decay_iters": 2000,
     "optimizer.min_lr": 1e-4,
     "optimizer.adam_beta1": 0.5,
