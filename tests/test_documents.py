@@ -332,6 +332,26 @@ def test_the_site_builds_and_every_link_leads_somewhere(tmp_path):
     assert "from_pretrained" in api and "classifier-free" in api
 
 
+def missing_tests(text: str) -> list[str]:
+    """The tests that `pytest FILE::TEST` names in a text and that are not there, by name and, if it has one, id."""
+    named = re.findall(r"pytest (?:-\S+ )*\"?(tests/[\w/]+\.py)(?:::(\w+))?", text)
+    codes = {file: (ROOT / file).read_text() if (ROOT / file).is_file() else "" for file, _ in named}
+    return [
+        f"{file}::{test}" for file, test in named if not codes[file] or (test and f"def {test}(" not in codes[file])
+    ]
+
+
+def test_every_named_test_exists():
+    """A row of docs/evidence.md is a claim with the command that shows it."""
+    gone = {page.name: missing_tests(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert not any(gone.values()), gone
+    rows = [line for line in (ROOT / "docs/evidence.md").read_text().splitlines() if line.startswith("| ")]
+    claims = [row for row in rows if not row.startswith(("| claim |", "| fault |"))]
+    assert len(claims) > 50 and all("`pytest " in row for row in claims)
+    assert missing_tests("`pytest tests/test_documents.py::test_nothing`") == ["tests/test_documents.py::test_nothing"]
+    assert missing_tests("pytest -q tests/test_nothing.py") == ["tests/test_nothing.py::"]
+
+
 def test_every_named_file_exists():
     """Of tables and sentences in documents, and of docstrings; programs of others are named in docs/coming-from.md."""
     folders = ("models", "infer", "train", "export", "serve", "docs", "tests")

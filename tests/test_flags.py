@@ -89,6 +89,11 @@ READING = {f"{ACCOUNT}::test_how_captions_are_read": "--caption_columns --captio
 CAPTIONED = {SELECTED: f"{INGEST[SELECTED]} --captions", f"{ACCOUNT}::test_splits_stay_apart": "--split"} | READING
 TABLES = "train/data/ingest/test_flags.py::test_tables_of_a_split_into_a_folder_of_its_own"
 COLUMN = "train/data/ingest/sources/test_sources.py::test_images_inside_tables_and_a_chosen_column_of_captions"
+IMPORTED = {
+    "train/data/ingest/sources/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
+        "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
+    )
+}
 
 SHOWN_BY = {
     "prepare digits": {
@@ -116,11 +121,9 @@ SHOWN_BY = {
     "prepare webdataset": INGEST | READING,
     "prepare hf": INGEST | FETCHED | READING | {TABLES: "--split"},
     "prepare butterfly": INGEST | FETCHED | READING | {TABLES: "--split --source --output_dir"},
-    "prepare nemo": {
-        "train/data/ingest/sources/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
-            "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
-        )
-    },
+    "prepare nemo": IMPORTED,
+    "prepare bridge": IMPORTED,
+    "prepare automodel": IMPORTED,
     "prepare prior": SIZE
     | {
         "train/data/prepare/test_prior.py::test_every_option_reaches_the_samples": """

@@ -10,6 +10,7 @@
     megadit convert lora.safetensors adapter --base bundle                  # an adapter as a PEFT folder
     megadit convert high=lora.safetensors adapter --base bundle             # for one of two experts: high= or low=
     megadit convert adapter lora.safetensors                                # an adapter as one file, for diffusers
+    megadit convert adapter lora.safetensors --to original                  # and for ComfyUI
 
 Tensors are read, converted and written one at a time.
 """
@@ -125,12 +126,12 @@ def main(options: ConvertOptions) -> int:
 
 def _convert_adapter(options: ConvertOptions) -> None:
     """Convert an adapter; the name of `out` decides the format."""
-    if options != replace(
-        ConvertOptions(source=options.source, out=options.out), dtype=options.dtype, base=options.base
-    ):
+    plain = ConvertOptions(source=options.source, out=options.out)
+    is_original = options.to == "original"
+    if options != replace(plain, dtype=options.dtype, base=options.base, to=options.to if is_original else plain.to):
         raise UserError(
-            "an adapter becomes one file with diffusers' keys where OUT ends in .safetensors, else a folder of PEFT's: "
-            "leave out all options but --base and --dtype"
+            "an adapter becomes one file with diffusers' keys where OUT ends in .safetensors (with ComfyUI's by --to "
+            "original), else a folder of PEFT's: leave out all other options but --base and --dtype"
         )
     bundle = None if options.base is None else Bundle.open(options.base)
     expert, path = split_expert(options.source)
@@ -138,7 +139,7 @@ def _convert_adapter(options: ConvertOptions) -> None:
         raise UserError(f"{options.source}: name its bundle of two experts (--base BUNDLE), or leave {expert}= out")
     adapter = read_adapter(path, None if bundle is None else bundle.config)
     based = adapter if bundle is None else with_base(adapter, bundle, options.source)
-    write_adapter(options.out, based, PRECISIONS.get(options.dtype))
+    write_adapter(options.out, based, PRECISIONS.get(options.dtype), is_original=is_original)
     print(f"{options.source}: {adapter.reading}")
     print(f"{options.out}: a {adapter.kind} of {len(adapter.changes)} linears, {adapter.num_parameters:,} numbers")
 

@@ -16,6 +16,9 @@ from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.text_encoders.published import PublishedNetwork
 
 FILE = "model_index.json"
+DIFFUSERS_VERSION = "0.37.0"
+"""The oldest version with all of these classes (0.36 lacks Predict2.5's). SGLang takes a folder without a version for a
+language model."""
 Component = list[str | None]
 """[library, class] of a component; [None, None] if there is none."""
 ABSENT: Component = [None, None]
@@ -56,7 +59,7 @@ def write_pipeline(
     own = {path.parent.name: _class_of(path) for path in sorted(folder.glob("*/*config.json"))}
     if missing := {"vae", "scheduler"} - own.keys():
         raise UserError(f"diffusers has no {' and no '.join(sorted(missing))} like that of this bundle")
-    index: dict[str, Any] = {"_class_name": pipeline_class(kind, config)}
+    index: dict[str, Any] = {"_class_name": pipeline_class(kind, config), "_diffusers_version": DIFFUSERS_VERSION}
     index |= {name: ["diffusers", class_name] for name, class_name in own.items()}
     index |= _write_text_encoder(folder, text_encoder)
     index |= _other_components(kind, config) | _write_image_encoder(folder, image_encoder)

@@ -11,8 +11,11 @@ from typing import Any
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError, choose_one
 
-CAPTION_COLUMNS = ("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations")
-FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
+CAPTION_COLUMNS = (
+    *("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations"),
+    *("caption_json", "temporal_caption", "t2w_windows"),  # of cosmos-framework
+)
+FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path", "vision_path")
 ASSISTANT_ROLES = ("gpt", "assistant")
 """Roles in conversations whose turns hold the caption."""
 MAX_CAPTION_BYTES = 1 << 20
@@ -149,6 +152,8 @@ def texts_of(value: Any) -> list[str]:
         case list() | tuple():
             if value and all(isinstance(each, dict) and ("from" in each or "role" in each) for each in value):
                 return _answer(value)
+            if len(value) > 1 and all(isinstance(each, dict) and "start_frame" in each for each in value):
+                return []  # each describes another part of the clip
             return [text for each in value for text in texts_of(each)]
         case _:
             return [str(value)]

@@ -5,9 +5,11 @@ import torch
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
-from megadit.models.megatron.checkpoint import read_network
+from megadit.models.megatron.checkpoint import _read, read_network
 from megadit.models.shared.files import read_json
 from megadit.train.checkpoints.to_bundle import main as make_bundle
+
+from .conftest import distance
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +29,14 @@ def runs(run_ranks, tiny_arguments, tmp_path_factory):
     run_ranks(2, *command, SPREAD, f"train.output_dir={out / 'changed'}", "train.train_iters=2")
     run_ranks(2, *command, "parallel.data_parallel=distributed_optimizer", f"train.output_dir={out / 'changed'}")
     return out
+
+
+def test_their_averages_go_on_too(runs):
+    through, changed = (runs / name / "checkpoints/iter_0000004/tensors" for name in ("through", "changed"))
+    average, weights = _read(through, "ema.0.05."), _read(through, "model.")
+    assert distance(_read(changed, "ema."), _read(through, "ema.")) < 1e-5
+    fc1 = "dit.blocks.1.mlp.experts.fc1"
+    assert not average[f"ema.0.05.{fc1}"].equal(weights[f"model.{fc1}"])
 
 
 def state(folder, step):

@@ -39,6 +39,8 @@ BY_ONEDNN = {"products": "onednn"}
 """Which would be asked for larger products only."""
 EIGHT_PACKS = {"data": {"global_batch_size": 8}}
 """One for each of eight ranks; elsewhere a step has four."""
+ONE_TOKEN = {"data": {"mock_latent_shapes": [[1, 1, 1], [2, 3, 8]], "seq_length": 48}}
+"""Micro-batches of one token and of 48 in turn: of the first, all ranks of a sample but one have padding alone."""
 
 ONE_RANK = {
     "torch": {"is_torch": True},
@@ -47,6 +49,7 @@ ONE_RANK = {
     "muon": MUON,
     "eight packs": EIGHT_PACKS,
     "deep": DEEP,
+    "one token": ONE_TOKEN,
 }
 EXACT = {
     2: {
@@ -70,6 +73,8 @@ EXACT = {
         "ring4": case(context_parallel_size=4, context_parallel_comm="ring"),
         "ring + dp + distributed optimizer": case(**RING, **DISTRIBUTED),
         "pp4": DEEP | case(pipeline_model_parallel_size=4),
+        "one token and 48 in turn, cp4": ONE_TOKEN | case(context_parallel_size=4),
+        "one token and 48 in turn, ring4": ONE_TOKEN | case(context_parallel_size=4, context_parallel_comm="ring"),
     },
     8: {
         "cp4 + sp, heads and ring": case(context_parallel_size=4, context_parallel_comm="both", **SP),
@@ -179,7 +184,7 @@ def deviations(ours, one):
 def one_rank_of(ranks, name):
     """Its counterpart on one rank."""
     case = JOBS[ranks][name]
-    return next((one for one in ("eight packs", "deep") if ONE_RANK[one].items() <= case.items()), "one")
+    return next((one for one in ("eight packs", "deep", "one token") if ONE_RANK[one].items() <= case.items()), "one")
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "accumulated"), *ALL_EXACT])

@@ -140,9 +140,14 @@ NEMO = {
     "pretrain_ditllama3b": ("moviegen_3b", 256, 48, 1536, {}),
     "pretrain_ecditllama1b": ("moviegen_1b", 256, 72, 2304, {"fully_sharded": True}),
     "dreambooth": ("dit_s", 2048, 1, 32, {"tensor": 2}),
+    **dict.fromkeys(("wan_1_3b_pretrain_config", "wan_1_3b_sft_config"), ("wan_1_3b", 32_768, 1, 2, {"context": 8})),
+    **dict.fromkeys(
+        ("wan_14b_pretrain_config", "wan_14b_sft_config"), ("wan_14b", 32_768, 1, 1, {"tensor": 2, "context": 4})
+    ),
 }
-"""Factories of NeMo 2.1's `train.py`: network, tokens of a pack, packs of a micro-batch and of a batch, layout (of
-`dreambooth`, whose heads its 8 ranks cannot share, ours). ST-DiT's, of a branch never merged, is tested apart."""
+"""Recipes of Megatron-Bridge (`wan_*`, with our packs) and factories of NeMo 2.1's `train.py`: network, tokens of a
+pack, packs of a micro-batch and of a batch, layout (of `dreambooth`, whose heads its 8 ranks cannot share, ours).
+ST-DiT's, of a branch never merged, is tested apart."""
 CHANGED = {"mock_dit7b_8k": {"family": "nemo"}, "train_mock": {"num_layers": 16, "learned_positions": (1, 120, 120)}}
 """Of the named network."""
 

@@ -1,10 +1,11 @@
-"""Translation of NeMo's and DFM's configuration keys, in YAML files and `a.b=c` overrides.
+"""Translation of the configuration keys of NeMo, DFM, Megatron-Bridge and AutoModel, in YAML files and overrides.
 
 A key of megadit always means itself. Any other key is looked up here, whole or by its section. A key without a
 counterpart is left unchanged, and later refused by name. Settings that have only one possible value here
 (`model.qkv_format=thd`) are accepted with that value and refused with any other.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,11 @@ SECTIONS = {
     "dataset": "data",
     "optim.config": "optimizer",
     "scheduler": "optimizer",
+    "ddp": "parallel",
+    "lr_scheduler": "optimizer",
+    "data.dataloader": "data",
 }
-"""NeMo's or DFM's section -> megadit's, for keys with the same name in both."""
+"""Their section -> megadit's, for keys with the same name in both."""
 
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -68,16 +72,48 @@ KEYS = {
     "log.log_dir": "train.output_dir",
     "checkpoint.save": "train.output_dir",
     "logger.log_interval": "train.log_interval",
+    "ddp.use_distributed_optimizer": "parallel.data_parallel",
+    "checkpoint.pretrained_checkpoint": "checkpoint.init_from",
+    "mixed_precision": "train.precision",
+    "seed": "train.seed",
+    "model.pretrained_model_name_or_path": "checkpoint.init_from",
+    "data.dataloader.cache_dir": "data.path",
+    "step_scheduler.global_batch_size": "data.global_batch_size",
+    "step_scheduler.local_batch_size": "data.micro_batch_size",
+    "step_scheduler.ckpt_every_steps": "checkpoint.save_interval",
+    "step_scheduler.num_epochs": "train.max_epochs",
+    "step_scheduler.max_steps": "train.train_iters",
+    "step_scheduler.log_remote_every_steps": "train.log_interval",
+    "lr_scheduler.lr_warmup_steps": "optimizer.lr_warmup_iters",
+    "flow_matching.timestep_sampling": "diffusion.noise_levels",
+    "flow_matching.flow_shift": "diffusion.p_mean",
+    "flow_matching.logit_std": "diffusion.p_std",
+    "fsdp.tp_size": "parallel.tensor_model_parallel_size",
+    "fsdp.cp_size": "parallel.context_parallel_size",
+    "fsdp.pp_size": "parallel.pipeline_model_parallel_size",
+    "fsdp.activation_checkpointing": "parallel.recompute_granularity",
+    "peft.dim": "train.adapter.rank",
+    "peft.alpha": "train.adapter.alpha",
+    "peft.dropout": "train.adapter.dropout",
+    "checkpoint.checkpoint_dir": "train.output_dir",
 }
-"""NeMo's or DFM's key -> megadit's, where the names differ."""
+"""Their key -> megadit's, where the names differ. The last two dozen are AutoModel's."""
+
+
+def _data_parallel(is_distributed: Any) -> str:
+    return "distributed_optimizer" if is_distributed else "ddp"
+
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
     # NeMo's guidance is cond + g (cond - uncond), megadit's uncond + g (cond - uncond)
     "model.val_generation_guidance": lambda guidance: guidance + 1 if isinstance(guidance, int | float) else guidance,
-    "optimizer.use_distributed_optimizer": lambda is_distributed: "distributed_optimizer" if is_distributed else "ddp",
-    "optim.config.use_distributed_optimizer": lambda is_distributed: (
-        "distributed_optimizer" if is_distributed else "ddp"
+    **{f"{section}.use_distributed_optimizer": _data_parallel for section in ("optimizer", "optim.config", "ddp")},
+    "mixed_precision": lambda name: {"bf16_mixed": "bf16", "16_mixed": "fp16", "fp16_mixed": "fp16"}.get(name, name),
+    "flow_matching.timestep_sampling": lambda name: "log_normal" if name == "logit_normal" else name,
+    "flow_matching.flow_shift": lambda shift: (
+        math.log(shift) if isinstance(shift, int | float) and shift > 0 else shift
     ),
+    "fsdp.activation_checkpointing": lambda is_on: {True: "full", False: "none"}.get(is_on, is_on),
 }
 
 FIXED: dict[str, tuple[Any, str]] = {
@@ -91,8 +127,11 @@ FIXED: dict[str, tuple[Any, str]] = {
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
+    "flow_matching.logit_mean": (0.0, "the mean of ln sigma is the logarithm of flow_shift: set diffusion.p_mean"),
+    "flow_matching.sigma_min": (0.0, "all of t is trained"),
+    "flow_matching.sigma_max": (1.0, "all of t is trained"),
 }
-"""NeMo's or DFM's key -> its only supported value, and the reason."""
+"""Their key -> its only supported value, and the reason."""
 
 STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 

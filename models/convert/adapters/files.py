@@ -1,4 +1,4 @@
-"""Adapter files. Written: PEFT's folders, and safetensors files with diffusers' keys; ComfyUI's and kohya's are read.
+"""Adapter files: PEFT's folders, and safetensors files with diffusers' or ComfyUI's keys; kohya's are read alone.
 
 adapter_config.json          in a folder: rank, alpha and linears, as PEFT's settings
 adapter_model.safetensors    the tensors, float32
@@ -29,8 +29,10 @@ from megadit.models.convert.adapters.adapter import (
     Change,
 )
 from megadit.models.convert.adapters.names import (
+    NamedRows,
     diffusers_linears,
     named_linears,
+    original_linears,
     our_linears,
     regroup,
     split_key,
@@ -242,20 +244,31 @@ def tensor_file(path: Path) -> Path:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def write_adapter(out: str | Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
+def write_adapter(
+    out: str | Path, adapter: Adapter, dtype: torch.dtype | None = None, *, is_original: bool = False
+) -> None:
     """Writes an adapter, whole or not at all: one file if `out` ends in .safetensors, else a folder in PEFT's form.
 
-    `dtype` converts its tensors, which are float32. An adapter at `out` is replaced.
+    `dtype` converts its tensors, which are float32. An adapter at `out` is replaced. A file that `is_original` has the
+    names of the publication, as ComfyUI reads them; others have diffusers'.
 
     Raises:
-        UserError: if `out` is something else, or if diffusers has no counterpart of a linear that the adapter changes.
+        UserError: if `out` is something else, or if diffusers (the publication) has no counterpart of a linear that the
+            adapter changes.
     """
     out = Path(out)
+    if is_original and out.suffix != ".safetensors":
+        raise UserError(f"--to original writes an adapter as one file: give {out} the ending .safetensors")
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not is_adapter(out):
         raise UserError(f"{out} holds something else, and would be replaced; choose another name")
-    changes = regroup(adapter.changes, our_linears(adapter.config), diffusers_linears(adapter.config))
-    _check_places(adapter, changes)
+    linears = original_linears(adapter.config) if is_original else diffusers_linears(adapter.config)
+    changes = regroup(adapter.changes, our_linears(adapter.config), linears)
+    _check_places(adapter, changes, linears, "the publication" if is_original else "diffusers")
+    if is_original:
+        header = {"format": "pt", HEADER_ORIGIN: json.dumps(_origin_of(adapter), sort_keys=True)}
+        write_safetensors(out, _named_as_in_comfy(changes), dtype, header)
+        return
     origin, base_model = _origin_of(adapter), adapter.training.get("base_model")
     settings = lora_config(changes, is_dora=adapter.kind == "dora", base_model=base_model)
     if out.suffix == ".safetensors":
@@ -272,12 +285,12 @@ def write_adapter(out: str | Path, adapter: Adapter, dtype: torch.dtype | None =
         write_manifest(directory, origin)
 
 
-def _check_places(adapter: Adapter, changes: Mapping[str, Change]) -> None:
-    targets, theirs = targets_of(adapter.config), {linear.name: linear for linear in diffusers_linears(adapter.config)}
+def _check_places(adapter: Adapter, changes: Mapping[str, Change], linears: Sequence[NamedRows], whose: str) -> None:
+    targets, theirs = targets_of(adapter.config), {linear.name: linear for linear in linears}
     written = {theirs[name].linear for name in changes}
     lost = [name for name in adapter.changes if targets[name].linear not in written]
     if lost:
-        raise UserError(f"diffusers has no counterpart of {', '.join(lost)}: train without it")
+        raise UserError(f"{whose} has no counterpart of {', '.join(lost)}: train without it")
 
 
 def _named(changes: Mapping[str, Change], prefix: str) -> TensorSource:
@@ -289,6 +302,19 @@ def _named(changes: Mapping[str, Change], prefix: str) -> TensorSource:
             tensors[f"{prefix}{name}.lora_magnitude_vector"] = change.magnitude_O
         if change.bias_O is not None:
             tensors[f"{prefix}{name}.lora_B.bias"] = change.bias_O * (change.rank / change.alpha)  # PEFT scales it too
+    return from_state_dict(dict(sorted(tensors.items())))
+
+
+def _named_as_in_comfy(changes: Mapping[str, Change]) -> TensorSource:
+    tensors = {}
+    for name, change in changes.items():
+        prefix = f"diffusion_model.{name}"
+        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = change.down_RI, change.up_OR
+        tensors[f"{prefix}.alpha"] = torch.tensor(float(change.alpha))
+        if change.magnitude_O is not None:
+            tensors[f"{prefix}.dora_scale"] = change.magnitude_O[:, None]
+        if change.bias_O is not None:
+            tensors[f"{prefix}.diff_b"] = change.bias_O
     return from_state_dict(dict(sorted(tensors.items())))
 
 

@@ -97,6 +97,18 @@ def diffusers_linears(config: NetworkConfig) -> Sequence[NamedRows]:
     return our_linears(config) if entries is None else _linears(entries, config)
 
 
+def original_linears(config: NetworkConfig) -> Sequence[NamedRows]:
+    """The same targets with the names of the publication, which ComfyUI has.
+
+    Raises:
+        UserError: for a network that was never published so.
+    """
+    entries = original_entries(config)
+    if entries is None:
+        raise UserError(f"family {config.family} has no published names, for --to original")
+    return _linears(entries, config)
+
+
 @lru_cache(maxsize=16)
 def named_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
     """Every name that a file may use for a linear (also with _ for each dot) -> the linear."""

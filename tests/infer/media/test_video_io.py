@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from megadit.infer.media.animations import encode_animation
-from megadit.infer.media.video_io import encode_mp4, open_container, read_comment, read_video, write_video
+from megadit.infer.media.video_io import (
+    encode_mp4,
+    open_container,
+    read_comment,
+    read_video,
+    stream_mp4,
+    write_video,
+)
 from megadit.models.shared.errors import UserError
 
 
@@ -35,11 +42,21 @@ def test_mp4_gives_back_frames_size_and_fps(tmp_path, fps):
     assert error.max() < 6 < shuffled.max()
 
 
-def test_mp4_is_h264_yuv420p_with_metadata(tmp_path):
-    write_video(tmp_path / "clip.mp4", moving_square(), 8, metadata={"comment": "a red square"})
+WRITERS = {
+    "write_video": lambda path, video: write_video(path, video, 8, metadata={"comment": "a red square"}),
+    "stream_mp4": lambda path, video: stream_mp4(path, [video], 8, metadata={"comment": "a red square"}),
+    "encode_mp4": lambda path, video: path.write_bytes(encode_mp4(video, 8, metadata={"comment": "a red square"})),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize(("height", "width"), [(64, 48), (33, 47), (720, 16)])
+def test_mp4_is_h264_of_the_high_profile_in_yuv420p_with_metadata(tmp_path, write, height, width):
+    """Which every browser plays; 4:4:4 or ten bits few do."""
+    write(tmp_path / "clip.mp4", moving_square(frames=2, height=height, width=width))
     with av.open(str(tmp_path / "clip.mp4")) as container:
         stream = container.streams.video[0]
-        assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
+        assert (stream.codec_context.name, stream.profile, stream.pix_fmt) == ("h264", "High", "yuv420p")
         assert container.metadata["comment"] == "a red square"
 
 

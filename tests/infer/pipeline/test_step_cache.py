@@ -108,13 +108,14 @@ def test_a_plan_of_a_version_with_fewer_settings_is_found(pipeline):
 
 
 @pytest.fixture
-def calibrated(bundle_dir, tmp_path, monkeypatch, capsys):
-    """A bundle with a plan for eight steps, and what the command said."""
+def calibrated(bundle_dir, tmp_path, monkeypatch, capsys, request):
+    """A bundle with a plan for eight steps, under further settings if a test names them, and what the command said."""
+    more = [str(word) for name, values in getattr(request, "param", {}).items() for word in (f"--{name}", *values)]
     monkeypatch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 2)
     shutil.copytree(bundle_dir, tmp_path / "bundle")
     arguments = ["--checkpoint_path", str(tmp_path / "bundle"), "--num_steps", "8", "--cache_budget", "0.2"]
     prompts = ["--prompt", "a", "b", "c", "d", "--seeds", "1", "2", "3", "4"]
-    assert calibrate_cache.main([*arguments, *prompts, "--device", "cpu"]) == 0
+    assert calibrate_cache.main([*arguments, *prompts, *more, "--device", "cpu"]) == 0
     return tmp_path / "bundle", capsys.readouterr().out
 
 
@@ -136,6 +137,20 @@ def test_calibration_stores_a_plan_that_keeps_its_budget(calibrated):
     # No video depends on its batch.
     (alone,) = pipeline(["f"], seeds=8, num_steps=8, cache_budget=0.2)
     assert relative_errors(alone.latents_CTHW[None], spared[1].latents_CTHW[None]).item() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calibrated", [{"guidance": [3.0], "guidance_interval": [0.3, 5.0]}], indirect=True)
+def test_a_plan_under_a_guidance_interval_keeps_its_budget_and_is_for_that_interval_alone(calibrated):
+    """A predicted call may stand beside one without guidance."""
+    pipeline = TextToVideo.from_pretrained(calibrated[0], device="cpu")
+    settings = {"seeds": [7, 8, 9], "num_steps": 8, "guidance": 3.0, "guidance_interval": (0.3, 5.0)}
+    exact, spared = (pipeline(["e", "f", "g"], cache_budget=budget, **settings) for budget in (0.0, 0.2))
+    assert 0 < spared[0].num_denoiser_calls < 8 == exact[0].num_denoiser_calls
+    errors = relative_errors(*(torch.stack([one.latents_CTHW for one in results]) for results in (spared, exact)))
+    assert (errors > 0).all() and (errors < 0.3).all()
+    with pytest.raises(UserError, match="was not calibrated for these settings"):
+        pipeline(["e"], cache_budget=0.2, **settings | {"seeds": 7, "guidance_interval": ()})
 
 
 def test_a_check_tells_how_many_videos_keep_the_budget(calibrated, capsys):

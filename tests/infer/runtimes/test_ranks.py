@@ -44,9 +44,9 @@ def alone(bundle_dir, tmp_path_factory) -> dict[str, np.ndarray]:
     return frames(folder)
 
 
-def check_same(folder: Path, alone: dict[str, np.ndarray]) -> None:
+def check_same(folder: Path, alone: dict[str, np.ndarray], count: int = 30) -> None:
     made = frames(folder)
-    assert made.keys() == alone.keys() and len(made) == 30
+    assert made.keys() == alone.keys() and len(made) == count
     for name, image in made.items():
         # Float32 sums in another order may cross the boundary between two of the 256 values.
         assert np.abs(image.astype(int) - alone[name]).max() <= 1, name
@@ -124,10 +124,20 @@ def test_the_record_tells_nothing_of_ranks(alone, bundle_dir, tmp_path):
     [(2, ["--cp_size", "2"]), (4, ["--tp_size", "2", "--cp_size", "2"])],
     ids=["cp", "tp-cp"],
 )
-def test_context_parallel_ranks(generate, tmp_path, alone, num_processes, options):
+def test_context_parallel_ranks_make_videos_of_several_shapes_in_turn(
+    generate, bundle_dir, tmp_path, num_processes, options
+):
+    """One process, one video at a time: what it keeps of the layout of one shape is not used for the next."""
     pytest.importorskip("megatron.core")
-    generate(num_processes, *options)
-    check_same(tmp_path / "out", alone)
+    shapes = [(5, 16, 24), (1, 16, 16), (9, 24, 16), (5, 16, 24), (1, 16, 16), (9, 24, 16)]
+    names = ("num_frames", "height", "width")
+    lines = [{"prompt": f"a {n}", **dict(zip(names, shape, strict=True))} for n, shape in enumerate(shapes)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--prompt_file", str(tmp_path / "prompts.jsonl"), "--batch_size", "1", "--format", "png"]
+    command = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", *arguments]
+    assert main([*command, "--video_save_path", str(tmp_path / "alone")]) == 0
+    generate(num_processes, *options, arguments=arguments)
+    check_same(tmp_path / "out", frames(tmp_path / "alone"), count=2 * sum(shape[0] for shape in shapes[:3]))
 
 
 @pytest.mark.slow

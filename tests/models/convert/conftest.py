@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -22,4 +24,5 @@ def without_torchvision(monkeypatch):
     )
     monkeypatch.setattr("diffusers.models.transformers.transformer_cosmos.transforms", stand_in, raising=False)
     reader = SimpleNamespace(transforms=SimpleNamespace(functional=SimpleNamespace(to_tensor=to_tensor)))
-    monkeypatch.setattr("diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict.torchvision", reader, raising=False)
+    if find_spec("diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict"):  # from diffusers 0.37 on
+        monkeypatch.setattr("diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict.torchvision", reader, raising=False)

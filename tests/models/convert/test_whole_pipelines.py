@@ -6,6 +6,7 @@ import torch
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
 from megadit.models.configs.config import DiTConfig
+from megadit.models.shared.files import read_json, write_json
 from megadit.models.storage import tensor_source
 from tests.bundles import write_tiny_bundle
 from tests.models.convert.test_conditioning import (
@@ -104,6 +105,23 @@ def test_it_is_opened_and_computes_the_same(
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm() and theirs.std() > 0
     assert main([str(tmp_path / "out"), str(tmp_path / "back")]) == 0, "and it comes in again"
     assert Bundle.open(tmp_path / "back").config == Bundle.open(tmp_path / "bundle").config
+
+
+def test_servers_find_the_pipeline(tmp_path, write_t5):
+    """What SGLang, vLLM-Omni and TensorRT-LLM look for in a folder; and by SGLang's own code, where it is installed."""
+    text_to_video(tmp_path, write_t5)
+    assert main([str(tmp_path / "Tiny"), str(tmp_path / "bundle")]) == 0
+    assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
+    index = read_json(tmp_path / "out/model_index.json")
+    assert index["_class_name"] == "WanPipeline" and "_diffusers_version" in index
+    present = [name for name, value in index.items() if isinstance(value, list) and value != [None, None]]
+    assert sorted(present) == ["scheduler", "text_encoder", "tokenizer", "transformer", "vae"]
+    assert all((tmp_path / "out" / name).is_dir() for name in present)
+    sglang = pytest.importorskip("sglang.cli.utils", reason="SGLang, a server for GPUs, is not installed")
+    assert sglang.get_is_diffusion_model(str(tmp_path / "out"))
+    del index["_diffusers_version"]
+    write_json(tmp_path / "out/model_index.json", index)
+    assert not sglang.get_is_diffusion_model(str(tmp_path / "out")), "negative control"
 
 
 def test_what_diffusers_has_not_is_named(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import types
 from dataclasses import fields, is_dataclass
@@ -144,6 +145,7 @@ def test_incomplete_dictionary_names_what_is_missing():
 
 
 SPECIAL = {
+    "diffusion.p_mean": 1.0,  # whose logarithm of the exponential is exact
     "optimizer.lr_decay_iters": 2000,
     "optimizer.min_lr": 1e-4,
     "optimizer.adam_beta1": 0.5,
@@ -294,6 +296,7 @@ OTHER_VALUES = {
     "model.val_generation_guidance": lambda ours: ours - 1,
     "optimizer.use_distributed_optimizer": lambda ours: ours == "distributed_optimizer",
     "optim.config.use_distributed_optimizer": lambda ours: ours == "distributed_optimizer",
+    "flow_matching.flow_shift": math.exp,
 }
 """How a value of ours is written under these names."""
 

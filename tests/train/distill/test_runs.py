@@ -12,6 +12,7 @@ from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import write_adapter
 from megadit.models.lora.adapters import chosen_targets
 from megadit.models.megatron.checkpoint import _read, find_checkpoints, read_adapter, read_network
+from tests.train.conftest import distance
 from tests.train.test_adapter_runs import MODEL, write
 
 STEPS = 12
@@ -62,6 +63,8 @@ def test_a_killed_run_continues_in_another_layout(
     assert losses(found, "step") == list(range(1, STEPS + 1))
     for name, allowed in (("loss", 1e-4), ("critic_loss", 1e-5)):  # of differences of networks that are nearly equal
         assert losses(found, name) == pytest.approx(losses(expected, name), rel=allowed)
+    last = [find_checkpoints(out / "checkpoints")[-1] for out in (tmp_path, finished)]
+    assert distance(*(_read(checkpoint / "tensors", "ema.") for checkpoint in last)) < 1e-4
 
 
 @pytest.mark.slow

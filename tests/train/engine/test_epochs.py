@@ -50,6 +50,19 @@ def test_two_lengths_at_once_are_refused(tiny_dataset, steps):
         run_of(tiny_dataset, "train.max_epochs=2", steps)
 
 
+@pytest.mark.slow
+def test_a_data_set_smaller_than_one_global_batch_is_read_more_than_once_in_a_step(
+    tiny_arguments, run_ranks, tmp_path, read_metrics
+):
+    """32 samples, of which each step takes some 80, on two ranks: all of them, about equally often."""
+    settings = ("data.global_batch_size=32", "data.seq_length=64", "train.train_iters=2", "validation.interval=0")
+    buffers = ("data.packing_buffer_size=4", "data.shuffle_buffer_size=4", "checkpoint.save_interval=2")
+    run_ranks(2, *tiny_arguments, *settings, *buffers, f"train.output_dir={tmp_path}")
+    first, last = read_metrics(tmp_path)
+    assert first["consumed_samples"] > 2 * 32 and last["consumed_samples"] > 4 * 32
+    assert all(math.isfinite(line[name]) for line in (first, last) for name in ("loss", "grad_norm"))
+
+
 def test_nemos_name_is_understood(tiny_dataset):
     assert run_of(tiny_dataset, "trainer.max_epochs=3").train.max_epochs == 3.0
 

@@ -11,13 +11,14 @@ from megadit.models.shared.errors import choose_one
 
 _LABELLED = "digit_classes", "digit_captions", "digit_clips", "digit_images", "digit_images_64"
 _INGESTED = "videos", "images", "webdataset", "hf", "butterfly"
+_IMPORTED = "nemo", "bridge", "automodel"
 SOURCES: dict[str, str] = {
     "digits": "megadit.train.demos.digits.samples:command",
     **dict.fromkeys(_LABELLED, "megadit.train.demos.digits.labelled:command"),
     "shapes": "megadit.train.demos.shapes.samples:command",
     "dummy_images": "megadit.train.data.prepare.dummy_images:command",
     **dict.fromkeys(_INGESTED, "megadit.train.data.ingest.command:prepare_command"),
-    "nemo": "megadit.train.data.ingest.sources.importers:command",
+    **dict.fromkeys(_IMPORTED, "megadit.train.data.ingest.sources.importers:command"),
     "prior": "megadit.train.data.prepare.prior:command",
     "trajectories": "megadit.train.data.prepare.prior:command",
     "rollouts": "megadit.train.data.prepare.rollouts:command",

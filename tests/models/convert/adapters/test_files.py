@@ -1,12 +1,14 @@
 """Adapters in files: what we write peft and diffusers load, and we load theirs; what does not fit is refused."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megadit.models.commands.convert import main as convert
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import cosmos
@@ -91,6 +93,38 @@ def test_every_target_that_diffusers_has_comes_back(tmp_path):
     with pytest.raises(UserError, match="no counterpart of x_embedder"):
         write_adapter(tmp_path / "other", random_adapter(COSMOS, "x_embedder"))
     assert not (tmp_path / "other").exists()
+
+
+WAN = DiTConfig(family="wan", num_layers=1, parameterization="flow", crossattn_emb_size=8, **SIZES)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("config", [COSMOS, WAN], ids=lambda config: config.family)
+def test_comfyui_s_file_comes_back(config, kind, tmp_path):
+    """By the publication's names, with alpha beside each linear, and without the settings of PEFT."""
+    adapter = random_adapter(config, kind=kind)
+    write_adapter(tmp_path / "comfy.safetensors", adapter, is_original=True)
+    tensors = load_file(tmp_path / "comfy.safetensors")
+    ends = {"lora_A.weight", "lora_B.weight", "alpha", *({"dora_scale"} if kind == "dora" else ())}
+    names = {entry for each in original_entries(config) for entry in each.theirs}
+    for key, tensor in tensors.items():
+        name, end = re.fullmatch(r"diffusion_model\.(.+?)\.(lora_[AB]\.weight|alpha|dora_scale)", key).groups()
+        assert f"{name}.weight" in names and end in ends
+        assert end != "alpha" or tensor == 6.0
+        assert end != "dora_scale" or tensor.shape[1:] == (1,)
+    assert_equal(read_adapter(tmp_path / "comfy.safetensors"), adapter)
+    write_adapter(tmp_path / "peft", adapter)
+    assert convert([str(tmp_path / "peft"), str(tmp_path / "again.safetensors"), "--to", "original"]) == 0
+    assert (
+        contents(tmp_path / "again.safetensors").popitem()[1] == contents(tmp_path / "comfy.safetensors").popitem()[1]
+    )
+    with pytest.raises(UserError, match="give .*folder the ending .safetensors"):
+        write_adapter(tmp_path / "folder", adapter, is_original=True)
+
+
+def test_a_family_without_a_publication_has_no_file_for_comfyui(tmp_path):
+    with pytest.raises(UserError, match="family .* has no published names, for --to original"):
+        write_adapter(tmp_path / "comfy.safetensors", random_adapter(OURS), is_original=True)
 
 
 # ------------------------------------------------------------------------------------------- beside peft and diffusers

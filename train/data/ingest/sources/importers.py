@@ -1,8 +1,12 @@
-"""`megadit prepare nemo SRC OUT`: the samples that NeMo's and DFM's scripts wrote, without executing their pickles.
+"""`megadit prepare nemo|bridge|automodel SRC OUT`: encoded samples of other programs, without executing their pickles.
 
-A sample is `<key>.pth` (latent, [C, T, H, W] or [1, C, T, H, W]), `<key>.pickle` (text features, [L, E], [1, L, E] or a
-list of one) and `<key>.json`. Pickles are programs; the readers here accept only the few names that tensors and arrays
-need.
+    nemo, bridge   tar files of NeMo, DFM and Megatron-Bridge: `<key>.pth` (latent, [C, T, H, W] or [1, C, T, H, W]),
+                   `<key>.pickle` (text features, [L, E], [1, L, E] or a list of one) and `<key>.json`
+    automodel      AutoModel's caches, a file `<hash>.meta` or `.pt` for each sample: a dictionary with `video_latents`
+                   ([1, C, T, H, W]), `text_embeddings` ([1, L, E]) and `prompt`, of `torch.save` or, as
+                   Megatron-Bridge writes them for AutoModel, pickled
+
+Pickles are programs; the readers here accept only the few names that tensors and arrays need.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
@@ -19,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.shared.captions import captions_in
@@ -37,8 +42,13 @@ from megadit.train.data.writer import DatasetWriter, is_done
 logger = logging.getLogger(__name__)
 
 SUFFIXES = ("pth", "pickle", "json")
+CACHES = (".meta", ".pt")
 MAX_MEMBER_BYTES = 1 << 31
 IMAGE_FPS = 0.0
+USUAL_FPS = 24.0
+FPS_OF_LATENTS = {("wan", 8): 16.0}
+"""(Kind, spatial compression) of an autoencoder -> frame rate of the networks that are trained on it, if not the usual
+one: Wan 2.1's, which Wan 2.2 14B and Cosmos Predict2 share."""
 
 
 class UnreadableTensorError(ValueError):
@@ -148,8 +158,28 @@ def read_sample(members: dict[str, bytes]) -> tuple[Tensor, Tensor, dict[str, An
     return latent_CTHW, _without_padding(text_LE), description
 
 
+def read_cache(members: dict[str, bytes]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(latent CTHW, text LE without the rows of zeros at its end, description) of a file of AutoModel's cache.
+
+    Raises:
+        UnreadableTensorError: naming what it lacks.
+    """
+    content = members["cache"]
+    found = read_pth(content) if content.startswith(b"PK") else read_pickle(content)
+    if not isinstance(found, dict):
+        raise UnreadableTensorError("not a dictionary")
+    missing = [name for name in ("video_latents", "text_embeddings") if found.get(name) is None]
+    if missing:
+        raise UnreadableTensorError(f"no {' and no '.join(missing)}")
+    latent_CTHW, text_LE = as_tensor(found["video_latents"], 4), as_tensor(found["text_embeddings"], 2)
+    metadata = found.get("metadata") if isinstance(found.get("metadata"), dict) else {}
+    described = {**metadata, "prompt": found["prompt"]} if "prompt" in found else metadata
+    plain = {name: value for name, value in described.items() if isinstance(value, str | int | float)}
+    return latent_CTHW, _without_padding(text_LE), plain
+
+
 def _without_padding(text_LE: Tensor) -> Tensor:
-    """DFM pads texts with zeros to 512 and keeps no lengths; no feature of a token is all zeros."""
+    """Texts are padded with zeros (DFM's to 512, AutoModel's to 226) and have no lengths; no token's are all zeros."""
     used = text_LE.abs().amax(dim=1).nonzero().flatten()
     return text_LE[: int(used[-1]) + 1] if len(used) else text_LE[:0]
 
@@ -181,11 +211,54 @@ def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes
             yield f"{place}/{current}", members
 
 
+def iter_caches(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """(path without suffix, its bytes) of each file of AutoModel's cache, which says all that `metadata.json` does."""
+    caches = [path for path in files_under(root) if path.suffix in CACHES]
+    if not caches:
+        raise UserError(f"{root} holds no files {' or '.join(CACHES)}")
+    for path in caches:
+        name = path.relative_to(root).with_suffix("").as_posix()
+        if path.stat().st_size > MAX_MEMBER_BYTES:
+            refuse(name, "too large")
+        else:
+            yield name, {"cache": path.read_bytes()}
+
+
+FORMATS = {
+    "nemo": (iter_samples, read_sample),
+    "bridge": (iter_samples, read_sample),
+    "automodel": (iter_caches, read_cache),
+}
+"""Source of `megadit prepare` -> how to list its samples, and to read one."""
+
+
+def usual_fps(tokenizer: Any) -> float:
+    """The frame rate of the videos that networks of this tokenizer's latents are trained on."""
+    kind = getattr(tokenizer, "kind", None)
+    return FPS_OF_LATENTS.get((getattr(kind, "name", None), tokenizer.spatial_compression), USUAL_FPS)
+
+
+def _as_attended(text_LE: Tensor, text_encoder: Any) -> Tensor:
+    """The text with the padding of zeros that a network attends to, if the encoder pads (Wan)."""
+    if getattr(text_encoder, "text_padding", "none") != "zeros":
+        return text_LE
+    return F.pad(text_LE[: text_encoder.max_length], (0, 0, 0, max(0, text_encoder.max_length - len(text_LE))))
+
+
 def convert(
-    root: Path, out: Path, *, tokenizer: Any, text_encoder: Any, fps: float, val_every: int, shard_size: int
+    source: str,
+    root: Path,
+    out: Path,
+    *,
+    tokenizer: Any,
+    text_encoder: Any,
+    fps: float,
+    val_every: int,
+    shard_size: int,
 ) -> dict[str, int]:
     """Writes the data set and returns the counts of what was left out, by reason."""
     refused: Counter[str] = Counter()
+    list_samples, read = FORMATS[source]
 
     def refuse(name: str, reason: str) -> None:
         refused[reason] += 1
@@ -193,17 +266,17 @@ def convert(
 
     with DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder, shard_size=shard_size) as writer:
         with Progress(0, "converting") as bar:
-            for number, (name, members) in enumerate(iter_samples(root, refuse)):
+            for number, (name, members) in enumerate(list_samples(root, refuse)):
                 bar.total = number + 1
                 bar.advance()
                 try:
-                    latent_CTHW, text_LE, description = read_sample(members)
+                    latent_CTHW, text_LE, description = read(members)
                     frames, height, width = latent_CTHW.shape[1:]
                     writer.add(
                         "val" if val_every and number % val_every == val_every - 1 else "train",
                         name.replace("/", "-").replace(".", "-").replace("__", "-"),
                         latent_CTHW=latent_CTHW.half(),
-                        text_LE=text_LE.half(),
+                        text_LE=_as_attended(text_LE, text_encoder).half(),
                         caption=next(iter(captions_in(description) or ()), ""),
                         num_frames=1 + (frames - 1) * tokenizer.temporal_compression,
                         height=height * tokenizer.spatial_compression,
@@ -211,10 +284,10 @@ def convert(
                         fps=_fps(description, fps) if frames > 1 else IMAGE_FPS,
                         aesthetic_score=_number(description.get("aesthetic_score")),
                     )
-                except UnreadableTensorError as error:
-                    refuse(name, str(error))
                 except UserError as error:  # of another size or width than the encoders', or NaN
                     refuse(name, "unfit: " + str(error).replace(name, "it"))
+                except ValueError as error:  # no tensor, or a caption that is no text
+                    refuse(name, str(error))
     return dict(refused)
 
 
@@ -230,30 +303,38 @@ def _number(value: Any) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NemoOptions:
-    source: Path = setting(help="folder of tar files that NeMo or DFM wrote", positional=True, metavar="SRC")
+class ImportOptions:
+    source: Path = setting(
+        help="folder of tar files of NeMo, DFM or Megatron-Bridge, or of AutoModel's .meta files",
+        positional=True,
+        metavar="SRC",
+    )
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
     tokenizer: str = setting(help="folder of the tokenizer that made the latents")
     text_encoder: str = setting(help="folder of the text encoder that made the features")
-    fps: float = setting(24.0, "frame rate of videos whose json has no framerate (default: 24)")
+    fps: float | None = setting(
+        None, "frame rate of videos whose description has none (default: 24; with Wan 2.1's autoencoder 16)", above=0
+    )
     val_every: int = setting(50, "hold out every N-th sample; 0: none")
     shard_size: int = setting(1000, "samples per shard (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")
 
 
 def command(source: str, argv: list[str]) -> int:
-    """Runs `megadit prepare nemo`."""
-    options = read_options(NemoOptions, argv, prog=f"megadit prepare {source}", description=__doc__.splitlines()[0])
+    """Runs `megadit prepare` for one of `FORMATS`."""
+    options = read_options(ImportOptions, argv, prog=f"megadit prepare {source}", description=__doc__.splitlines()[0])
     if not options.source.is_dir():
         raise UserError(f"{options.source} is not a folder")
     if is_done(options.out, overwrite=options.overwrite):
         return 0
+    tokenizer = load_tokenizer(options.tokenizer)
     refused = convert(
+        source,
         options.source,
         options.out,
-        tokenizer=load_tokenizer(options.tokenizer),
+        tokenizer=tokenizer,
         text_encoder=load_text_encoder(options.text_encoder),
-        fps=options.fps,
+        fps=options.fps or usual_fps(tokenizer),
         val_every=options.val_every,
         shard_size=options.shard_size,
     )

@@ -78,6 +78,34 @@ def test_captions_beside_a_file(tmp_path, files, wanted):
     assert captions(tmp_path) == {"a.png": wanted}
 
 
+WINDOW = {"start_frame": 0, "end_frame": 86, "temporal_interval": 1}
+STRUCTURED = {"subjects": [{"description": "a cat"}], "audio_description": "mewing", "fps": 5}
+COSMOS = {
+    "dense": ([WINDOW | {"caption": "a cat sits"}], ("a cat sits",)),
+    "both": (
+        [WINDOW | {"caption_json": STRUCTURED | {"temporal_caption": "no"}, "caption": "a cat sits"}],
+        ("a cat sits",),
+    ),
+    "structured": ([WINDOW | {"caption_json": STRUCTURED | {"temporal_caption": "a cat sits"}}], ("a cat sits",)),
+    "of parts": ([WINDOW | {"caption": "a cat sits"}, WINDOW | {"start_frame": 87, "caption": "a cat walks"}], ()),
+}
+
+
+@pytest.mark.parametrize(("windows", "wanted"), COSMOS.values(), ids=COSMOS)
+def test_the_jsonl_of_cosmos_framework(tmp_path, windows, wanted):
+    """The narrative of a clip; of one with several windows none, for each is of another part."""
+    row = {
+        "uuid": "a",
+        "duration": 17.4,
+        "width": 8,
+        "height": 8,
+        "vision_path": "videos/a.mp4",
+        "t2w_windows": windows,
+    }
+    write(tmp_path, {"videos/a.mp4": b"", "video_dataset_file.jsonl": json.dumps(row) + "\n"})
+    assert captions(tmp_path, "video") == {"videos/a.mp4": wanted}
+
+
 def test_msr_vtt(tmp_path):
     """Several sentences for each clip, which are named without a suffix; the clips of a split alone."""
     document = {
