@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megadit.export.networks import DenoiserGraph
 from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.export.to_onnx import export_onnx
-from megadit.infer.benchmarks.side_by_side import (
+from megadit.infer.benchmarks.beside_diffusers import (
     COSMOS,
     TEXT_LENGTH,
     BenchmarkOptions,

@@ -5,8 +5,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+from side_by_side import Comparison, compare, show
 
-from megadit.infer.benchmarks.side_by_side import Comparison, compare, show
 from megadit.models.shared.errors import UserError
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from side_by_side import compare, show
 
-from megadit.infer.benchmarks.side_by_side import BenchmarkOptions, compare, show
+from megadit.infer.benchmarks.beside_diffusers import BenchmarkOptions
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.flops import training_flops
 from megadit.models.shared.cli.command import run_command

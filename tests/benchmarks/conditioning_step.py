@@ -12,8 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from side_by_side import compare, show
 
-from megadit.infer.benchmarks.side_by_side import BenchmarkOptions, compare, randomised, show
+from megadit.infer.benchmarks.beside_diffusers import BenchmarkOptions, randomised
 from megadit.models.networks.dit import DiT
 from megadit.models.packing.layout import PackLayout
 from megadit.models.shared.cli.command import run_command

@@ -10,21 +10,10 @@ import sys
 from collections.abc import Callable
 
 import torch
+from side_by_side import DTYPES, SETTINGS, Comparison, block_call, compare, show
 from torch import Tensor
 
-from megadit.infer.benchmarks.side_by_side import (
-    DTYPES,
-    SETTINGS,
-    BenchmarkOptions,
-    Comparison,
-    Inputs,
-    Setting,
-    block_call,
-    call_theirs,
-    compare,
-    networks,
-    show,
-)
+from megadit.infer.benchmarks.beside_diffusers import BenchmarkOptions, Inputs, Setting, networks
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.samplers import euler
 from megadit.models.diffusion.parameterization import parameterization_of
@@ -41,7 +30,7 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
     inputs = Inputs.of(setting, dtype)
     what = f"{setting.num_tokens:,} tokens, {str(dtype).removeprefix('torch.')} / {setting.name}"
     our_block = block_call(ours.blocks["0"], lambda: ours(inputs.x_BCTHW, inputs.c_noise_B, inputs.conditioning))
-    their_block = block_call(theirs.transformer_blocks[0], lambda: call_theirs(setting, theirs, inputs))
+    their_block = block_call(theirs.transformer_blocks[0], lambda: setting.call_theirs(theirs, inputs))
     denoiser = TorchDenoiser(ours, dtype=dtype)  # of many steps: text has been read by the first
 
     scalings = parameterization_of(setting.config).scalings
@@ -49,7 +38,7 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
     def their_denoiser(x: Tensor, sigma_B: Tensor) -> Tensor:
         c_skip, c_out, c_in, c_noise = scalings(sigma_B.float().reshape(-1, 1, 1, 1, 1))
         noisy = Inputs((c_in * x).to(dtype), c_noise.flatten(), inputs.conditioning)
-        return c_skip * x + c_out * call_theirs(setting, theirs, noisy).float()
+        return c_skip * x + c_out * setting.call_theirs(theirs, noisy).float()
 
     def step(denoise: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         return euler(denoise, 80 * inputs.x_BCTHW.float(), SIGMAS)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from side_by_side import Comparison, compare, show
 
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.benchmarks.generate import RUNTIMES, load_pipelines
-from megadit.infer.benchmarks.side_by_side import Comparison, compare, show
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.guidance import in_turn
 from megadit.models.bundle import Bundle, write_bundle

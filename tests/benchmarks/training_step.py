@@ -22,25 +22,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from side_by_side import DTYPES, SETTINGS, BlockCall, Comparison, block_call, compare, show
 from torch import Tensor
 
-from megadit.infer.benchmarks.side_by_side import (
+from megadit.infer.benchmarks.beside_diffusers import (
     COSMOS,
-    DTYPES,
-    SETTINGS,
     BenchmarkOptions,
-    BlockCall,
-    Comparison,
     Inputs,
     Setting,
     backward,
-    block_call,
-    call_theirs,
-    compare,
     networks,
     packed_call,
     randomised,
-    show,
     training_steps,
 )
 from megadit.models.configs.config import DiTConfig
@@ -77,7 +70,7 @@ def compare_training(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
         of_block(block_call(block, call))
         for block, call in (
             (ours.blocks["0"], packed_call(setting, ours, inputs)),
-            (theirs.transformer_blocks[0], lambda: call_theirs(setting, theirs, inputs)),
+            (theirs.transformer_blocks[0], lambda: setting.call_theirs(theirs, inputs)),
         )
     ]
     return [

@@ -21,9 +21,9 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+from side_by_side import Comparison, compare, show
 from torch import Tensor, nn
 
-from megadit.infer.benchmarks.side_by_side import Comparison, compare, show
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models import machine
 from megadit.models.commands.convert import main as convert

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megadit.export import benchmark_cpu
-from megadit.infer.benchmarks.side_by_side import COSMOS
+from megadit.infer.benchmarks.beside_diffusers import COSMOS
 from megadit.models.shared.cli.verbs import main
 
 pytest.importorskip("diffusers", reason="diffusers is not installed (megadit[diffusers])")
