@@ -48,27 +48,35 @@ def as_record(files: Sequence[ConditioningFile]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if value not in (None, "")} for row in rows]
 
 
-def options_of(recorded: Any) -> dict[str, Any]:
-    """Return the options that name the conditioning files of a record.
+def recorded_files(recorded: Any) -> list[ConditioningFile]:
+    """Return the conditioning files of a record, which are not opened.
 
     Raises:
-        UserError: if one of the files has changed, or the conditioning came from Python and is in no file.
+        UserError: if the conditioning came from Python and is in no file.
+        KeyError, TypeError: if this is no record.
     """
-    if not recorded:
-        return {}
     kinds = ", ".join(values["kind"] for values in recorded if "path" not in values)
     if kinds:
         raise UserError(f"its {kinds} came from Python and is in no file; pass it as an option, such as --image FILE")
-    files = [
+    return [
         ConditioningFile(source=values["path"], **{name: values[name] for name in values.keys() - {"path"}})
         for values in recorded
     ]
-    found: dict[str, Any] = {}
-    names = {kind: name for name, kind in MEDIA.items()} | {"inpaint": "video"}
+
+
+def check_unchanged(files: Sequence[ConditioningFile]) -> None:
+    """Raises UserError if one of the files is not what it was when it was recorded."""
     for file in files:
         for path, known in ((file.source, file.sha256), (file.mask, file.mask_sha256)):
             if path and sha256_of(path) != known:
                 raise UserError(f"{path}, one of its conditioning files, has changed")
+
+
+def options_of(files: Sequence[ConditioningFile]) -> dict[str, Any]:
+    """Return the options that name these conditioning files."""
+    found: dict[str, Any] = {}
+    names = {kind: name for name, kind in MEDIA.items()} | {"inpaint": "video"}
+    for file in files:
         kind = file.kind or ("prefix" if file.strength is None else VIDEO_TO_VIDEO)
         if kind == "keyframe":
             found["keyframe"] = (*found.get("keyframe", ()), f"{file.frame}:{file.source}")

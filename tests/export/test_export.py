@@ -108,6 +108,7 @@ def test_generate_gives_torchs_video(exported, tmp_path):
         error = np.abs(ours.video.astype(int) - theirs.video.astype(int))
         assert error.max() <= 1 and (error > 0).mean() < 0.01  # rounding to 8 bits may fall either way
     again = [
+        "--recorded_files",
         "--repeat",
         str(tmp_path / "onnx.mp4"),
         "--video_save_path",
