@@ -40,8 +40,8 @@ class GenerateOptions(ConditioningOptions):
     )
     recorded_files: bool = setting(
         False,
-        "with --repeat: open the checkpoint, adapters and conditioning files that it names; anybody may have written "
-        "it, so that it opens no file by default",
+        "open the checkpoint, adapters and conditioning files that the file of --repeat names; anybody may have "
+        "written it, so that none is opened by default",
     )
 
     # what to make

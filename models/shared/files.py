@@ -9,11 +9,11 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.shared.documents import MAX_BYTES, parse_json
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -111,9 +111,13 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if path.exists():
-            os.replace(path, replaced)
-        os.replace(temporary, path)
+        is_there = False
+        while not is_there:
+            with suppress(FileNotFoundError):
+                os.replace(path, replaced)
+            is_there = _took_place(temporary, path)
+            if not is_there:  # another process's has become `path` meanwhile: it is replaced, too
+                shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         if isinstance(error, OSError):
             _name(error, path)
@@ -123,6 +127,17 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _took_place(temporary: Path, path: Path) -> bool:
+    """Rename a directory; False if there is another one, with files."""
+    try:
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
 
 
 def remove_leftovers(path: Path) -> None:
@@ -182,6 +197,20 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
     Raises:
         UserError: if the file is missing, cannot be read, is not JSON or exceeds the limits.
     """
+    return parse_json(read_limited(path, max_bytes), str(path), max_bytes=max_bytes, is_finite=is_finite)
+
+
+def read_yaml(path: str | os.PathLike) -> Any:
+    """The contents of a YAML file, within the limits of `parse_yaml`; raises as `read_json`."""
+    return parse_yaml(read_limited(path), str(path))
+
+
+def read_limited(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
+    """The contents of a file that anybody may have written: one with holes can be of any length.
+
+    Raises:
+        UserError: if it is missing, cannot be read or is longer.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)
@@ -189,4 +218,12 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_json(content, str(path), max_bytes=max_bytes, is_finite=is_finite)
+    check_size(len(content), str(path), max_bytes)
+    return content
+
+
+def read_end(path: str | os.PathLike, num_bytes: int = 1 << 20) -> bytes:
+    """The last bytes of a file of lines; the first line may be cut."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read(num_bytes)
