@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megadit.infer.decoding.rules import UnusableSourceError
+from megadit.infer.decoding.pictures import _readable_formats, read_picture
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.models.machine import peak_memory, reset_peak_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_archive import read_archive
@@ -203,6 +204,26 @@ def test_a_small_webp_is_asked_for_its_size_before_it_is_opened(tmp_path, conten
     monkeypatch.setattr(Image, "open", opened)
     with pytest.raises(UnusableSourceError, match="too large: .* pixels; at most 100 megapixels"):
         read_image(Source(name="a", kind="image", path=str(tmp_path / "a.webp")), Settings())
+
+
+def test_no_format_of_pictures_announces_more_than_it_may():
+    """320 x 208 pixels whose header says 60,000 x 60,000, wherever it has numbers."""
+    reset_peak_memory(CPU)
+    before, tried = peak_memory(CPU), 0
+    for kind in _readable_formats():
+        buffer = io.BytesIO()
+        try:
+            Image.new("RGB", (320, 208)).save(buffer, kind)
+        except (OSError, KeyError):  # it can only be read
+            continue
+        content = buffer.getvalue().replace(b"320 208", b"60000 60000")
+        for form in (">I", "<I", ">H", "<H"):
+            for size in (320, 208):
+                content = content.replace(struct.pack(form, size), struct.pack(form, 60_000))
+        with pytest.raises(UnusableSourceError, match="^(too large|broken): "):
+            read_picture(io.BytesIO(content), Rules(), (kind,))
+        tried += 1
+    assert tried >= 8 and peak_memory(CPU) - before < 1 << 29
 
 
 def leaping_pickle() -> bytes:
