@@ -12,7 +12,7 @@ from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import read_video
 from megadit.models.diffusion.conditioning_settings import KINDS
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import sha256_of
+from megadit.models.shared.files import MAX_MEDIA_BYTES, sha256_of
 
 MEDIA = {name: kind for name, kind in KINDS.items() if name != "keyframe"}
 """Options that name one file -> its kind; a `video` with a `mask` is for inpaint. `keyframe` names several."""
@@ -37,7 +37,7 @@ def conditioning_files(
     has_own = any(name in line for name in (*MEDIA, "keyframe"))
     values = {**dict.fromkeys(OPTIONS), **line} if has_own else {**named, **line}
     return tuple(
-        replace(file, sha256=sha256_of(file.source), mask_sha256=sha256_of(file.mask) if file.mask else "")
+        replace(file, sha256=_checksum(file.source), mask_sha256=_checksum(file.mask) if file.mask else "")
         for file in named_media(values, num_frames)
     )
 
@@ -68,7 +68,7 @@ def check_unchanged(files: Sequence[ConditioningFile]) -> None:
     """Raises UserError if one of the files is not what it was when it was recorded."""
     for file in files:
         for path, known in ((file.source, file.sha256), (file.mask, file.mask_sha256)):
-            if path and sha256_of(path) != known:
+            if path and _checksum(path) != known:
                 raise UserError(f"{path}, one of its conditioning files, has changed")
 
 
@@ -85,3 +85,7 @@ def options_of(files: Sequence[ConditioningFile]) -> dict[str, Any]:
         settings = {"strength": file.strength, "keep_frames": file.keep_frames, "mask": file.mask or None}
         found |= {name: value for name, value in settings.items() if value is not None}
     return found
+
+
+def _checksum(path: str) -> str:
+    return sha256_of(path, MAX_MEDIA_BYTES)

@@ -19,6 +19,8 @@ from megadit.models.shared.errors import UserError
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
 LONGEST_NAME, LONGEST_PATH = 255, 1024
+MAX_MEDIA_BYTES = 1 << 36
+"""Maximum bytes of an image, a video or an adapter that is used by its name."""
 RECORD_SUFFIX = ".json"
 """Suffix of a video's record, after the whole file name of the video."""
 
@@ -30,13 +32,15 @@ def _temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
 
 
-def sha256_of(path: str | os.PathLike) -> str:
-    """The checksum of a file.
+def sha256_of(path: str | os.PathLike, max_bytes: int | None = None) -> str:
+    """The checksum of a file; one with holes can have terabytes, which take hours: `max_bytes` is for those of others.
 
     Raises:
-        UserError: if it cannot be read.
+        UserError: if it cannot be read, or is longer.
     """
     try:
+        if max_bytes is not None:
+            check_size(os.stat(path).st_size, str(path), max_bytes)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

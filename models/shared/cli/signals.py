@@ -83,7 +83,7 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
 
 def python_module(module: str, *arguments: str) -> list[str]:
     """The command of `python -m module` without the current folder in its path: that may be somebody else's data, and
-    hold a `json.py`."""
+    hold a module of the name `json`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -335,6 +336,21 @@ def test_repeat_makes_the_same_file_again(run, tmp_path, suffix):
     assert run(*beside, checkpoint="")[0] == 0
     record, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in (f"first.{suffix}", "other.mp4"))
     assert other == record | {"seed": 6}
+
+
+def test_files_with_holes_are_not_read_to_their_end(run, tmp_path):
+    """Of 4 TiB, which a few bytes of an archive can hold."""
+    for name in ("a.png", "a.safetensors", "a.txt"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 42)
+    for words in (
+        ["--image", "a.png"],
+        ["--input_video", "a.png"],
+        ["--adapter", "a.safetensors"],
+        ["--prompt_file", "a.txt"],
+    ):
+        code, _, error = run("--prompt", "a", *words)
+        assert code == 2 and error.count("\n") == 1 and "is longer than" in error, words
 
 
 def test_every_kind_of_file_keeps_a_record_of_its_own(run, tmp_path):

@@ -355,7 +355,7 @@ def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
 def test_an_adapter_is_read_once_for_all_its_records(one, tmp_path, monkeypatch):
     copied, read = tmp_path / "copy", []
     shutil.copytree(one, copied)
-    monkeypatch.setattr(adapter_cache, "sha256_of", lambda file: read.append(file) or sha256_of(file))
+    monkeypatch.setattr(adapter_cache, "sha256_of", lambda file, _: read.append(file) or sha256_of(file))
     before, again = (adapter_cache.scaled_adapters({str(copied): scale})[0] for scale in (1.0, 0.5))
     assert len(read) == 1 and before.sha256 == again.sha256
     with read[0].open("ab") as file:
