@@ -31,6 +31,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import RECORD_SUFFIX, atomic_directory, atomic_path, read_json, record_path, write_json
 
 LATENTS_SUFFIX = ".safetensors"
+_MAX_RECORD_BYTES = 1 << 18
+"""Maximum bytes of a record: those of a story of a thousand prompts."""
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -191,11 +193,12 @@ def read_record(path: str) -> dict[str, Any]:
     if file.is_dir():
         file = next(iter(sorted(file.glob("00000.*"))), record_path(file))
     if file.suffix.lower() in (RECORD_SUFFIX, LATENTS_SUFFIX):
-        record = read_json(file if file.suffix.lower() == RECORD_SUFFIX else record_path(file))
+        beside = file if file.suffix.lower() == RECORD_SUFFIX else record_path(file)
+        record = read_json(beside, max_bytes=_MAX_RECORD_BYTES)
     else:
         comment = read_comment(file)
         try:
-            record = parse_json(comment or "null", "it", is_finite=False)
+            record = parse_json(comment or "null", "it", max_bytes=_MAX_RECORD_BYTES, is_finite=False)
         except UserError:  # another program's comment
             record = None
     if not isinstance(record, dict) or "megadit_record" not in record:

@@ -36,7 +36,16 @@ def test_a_video_is_saved_with_all_that_made_it(videos, tmp_path):
         videos[0].save(tmp_path / "seven.doc")
 
 
-@pytest.mark.parametrize("words", ["[" * 50_000, '{"megadit_record": ' + "1" * 5000 + "}", "null", "a comment"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[" * 50_000,
+        '{"megadit_record": ' + "1" * 5000 + "}",
+        "null",
+        "a comment",
+        '{"megadit_record": "' + "a" * (1 << 18) + '"}',
+    ],
+)
 def test_words_of_others_in_a_file_are_no_record(tmp_path, words):
     write_video(tmp_path / "a.png", np.zeros((1, 8, 8, 3), np.uint8), metadata={"comment": words})
     with pytest.raises(UserError, match="has no record of its settings"):
