@@ -82,5 +82,5 @@ def _added(values: dict[str, Any]) -> Iterator[int]:
             longest = max(
                 (len(ids) for each in _objects(special) if isinstance(ids := each.get("ids"), list)), default=0
             )
-            pieces = [step.get(name) for name in ("single", "pair")]
-            yield longest * max(len(each) if isinstance(each, list) else 0 for each in pieces)
+            templates = [step.get(name) for name in ("single", "pair")]
+            yield longest * max(len(each) if isinstance(each, list) else 0 for each in templates)
