@@ -49,14 +49,17 @@ class Ailment:
 class Child:
     """A process in its own group, which gets a signal to stop when the thread that started it ends."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None) -> None:
-        """`log` is the file for its output (None: the output of this process)."""
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None, folder: str | None = None
+    ) -> None:
+        """`log` is the file for its output (None: the output of this process), `folder` its current folder."""
         output: IO | None = log.open("ab") if log else None
         self.killed_because: str | None = None
         try:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
@@ -149,6 +152,8 @@ class OwnedProcess:
     stop_seconds: float
     """Timeout of the end after a signal to stop."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    folder: str | None = None
+    """Its current folder (None: that of this process)."""
     log: Path | None = None
     """File for its output (None: the output of this process)."""
     prepare: Callable[[], object] = _nothing
@@ -174,7 +179,7 @@ class OwnedProcess:
         UserError: if it ends instead of serving, or does not serve in time.
         """
         self.prepare()
-        self._child = Child(self.command, environment=self.environment, log=self.log)
+        self._child = Child(self.command, environment=self.environment, log=self.log, folder=self.folder)
         try:
             self._wait_until_ready()
         except BaseException:

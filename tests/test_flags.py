@@ -31,15 +31,15 @@ REQUEST = "serve/test_flags.py::test_every_option_reaches_the_service"
 DEBUG = {"models/shared/cli/test_verbs.py::test_debug_shows_the_traceback": "--debug"}
 
 GENERATE = """
-    --checkpoint_path --repeat --prompt --prompt_file --subject_name --seed --seeds --num_video_frames --height
-    --width --fps --input_video --strength --continue_video --keep_frames --negative_prompt --guidance --guidances
-    --guidance_convention --guidance_interval --guidance_rescale --autoguidance --second_prompt --second_guidance
-    --sampler --num_steps --schedule --sigmas --sigma_min --sigma_max --rho --shift --noise_scale --churn
-    --churn_interval --eta --cache_budget --cache_measure --lpips_weights --video_save_path --format --contact_sheet
-    --batch_size --device --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs
-    --resident_blocks --overlap_decoding --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices
-    --tp_size --cp_size --cfg_parallel --guardrail_dir --adapter --adapter_interval --lead_to_video --image
-    --last_image --keyframe --video --mask --instruction --image_guidance --total_frames --story --keep_first
+    --checkpoint_path --repeat --recorded_files --prompt --prompt_file --subject_name --seed --seeds --num_video_frames
+    --height --width --fps --input_video --strength --continue_video --keep_frames --negative_prompt --guidance
+    --guidances --guidance_convention --guidance_interval --guidance_rescale --autoguidance --second_prompt
+    --second_guidance --sampler --num_steps --schedule --sigmas --sigma_min --sigma_max --rho --shift --noise_scale
+    --churn --churn_interval --eta --cache_budget --cache_measure --lpips_weights --video_save_path --format
+    --contact_sheet --batch_size --device --dtype --runtime --sequential_guidance --offload_text_encoder --compile
+    --cuda_graphs --resident_blocks --overlap_decoding --tokenizer_model --tokenizer_cache_dir --t5_cache_dir
+    --num_devices --tp_size --cp_size --cfg_parallel --guardrail_dir --adapter --adapter_interval --lead_to_video
+    --image --last_image --keyframe --video --mask --instruction --image_guidance --total_frames --story --keep_first
     --low_guidance --dry_run --device_memory --even_if_too_large
 """
 SIZE = {"models/shared/cli/test_options.py::test_a_size_stands_for_height_and_width": "--size"}

@@ -12,7 +12,7 @@ from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import read_video
 from megadit.models.diffusion.conditioning_settings import KINDS
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import sha256_of
+from megadit.models.shared.files import MAX_MEDIA_BYTES, sha256_of
 
 MEDIA = {name: kind for name, kind in KINDS.items() if name != "keyframe"}
 """Options that name one file -> its kind; a `video` with a `mask` is for inpaint. `keyframe` names several."""
@@ -37,7 +37,7 @@ def conditioning_files(
     has_own = any(name in line for name in (*MEDIA, "keyframe"))
     values = {**dict.fromkeys(OPTIONS), **line} if has_own else {**named, **line}
     return tuple(
-        replace(file, sha256=sha256_of(file.source), mask_sha256=sha256_of(file.mask) if file.mask else "")
+        replace(file, sha256=_checksum(file.source), mask_sha256=_checksum(file.mask) if file.mask else "")
         for file in named_media(values, num_frames)
     )
 
@@ -48,27 +48,35 @@ def as_record(files: Sequence[ConditioningFile]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if value not in (None, "")} for row in rows]
 
 
-def options_of(recorded: Any) -> dict[str, Any]:
-    """Return the options that name the conditioning files of a record.
+def recorded_files(recorded: Any) -> list[ConditioningFile]:
+    """Return the conditioning files of a record, which are not opened.
 
     Raises:
-        UserError: if one of the files has changed, or the conditioning came from Python and is in no file.
+        UserError: if the conditioning came from Python and is in no file.
+        KeyError, TypeError: if this is no record.
     """
-    if not recorded:
-        return {}
     kinds = ", ".join(values["kind"] for values in recorded if "path" not in values)
     if kinds:
         raise UserError(f"its {kinds} came from Python and is in no file; pass it as an option, such as --image FILE")
-    files = [
+    return [
         ConditioningFile(source=values["path"], **{name: values[name] for name in values.keys() - {"path"}})
         for values in recorded
     ]
+
+
+def check_unchanged(files: Sequence[ConditioningFile]) -> None:
+    """Raises UserError if one of the files is not what it was when it was recorded."""
+    for file in files:
+        for path, known in ((file.source, file.sha256), (file.mask, file.mask_sha256)):
+            if path and _checksum(path) != known:
+                raise UserError(f"{path}, one of its conditioning files, has changed")
+
+
+def options_of(files: Sequence[ConditioningFile]) -> dict[str, Any]:
+    """Return the options that name these conditioning files."""
     found: dict[str, Any] = {}
     names = {kind: name for name, kind in MEDIA.items()} | {"inpaint": "video"}
     for file in files:
-        for path, known in ((file.source, file.sha256), (file.mask, file.mask_sha256)):
-            if path and sha256_of(path) != known:
-                raise UserError(f"{path}, one of its conditioning files, has changed")
         kind = file.kind or ("prefix" if file.strength is None else VIDEO_TO_VIDEO)
         if kind == "keyframe":
             found["keyframe"] = (*found.get("keyframe", ()), f"{file.frame}:{file.source}")
@@ -77,3 +85,7 @@ def options_of(recorded: Any) -> dict[str, Any]:
         settings = {"strength": file.strength, "keep_frames": file.keep_frames, "mask": file.mask or None}
         found |= {name: value for name, value in settings.items() if value is not None}
     return found
+
+
+def _checksum(path: str) -> str:
+    return sha256_of(path, MAX_MEDIA_BYTES)

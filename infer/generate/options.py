@@ -38,6 +38,11 @@ class GenerateOptions(ConditioningOptions):
         "a file that this command wrote: generate it again, from the settings inside it or in the .json next to it; "
         "other options replace those"
     )
+    recorded_files: bool = setting(
+        False,
+        "open the checkpoint, adapters and conditioning files that the file of --repeat names; anybody may have "
+        "written it, so that none is opened by default",
+    )
 
     # what to make
     prompt: Sequence[str] = setting(
@@ -150,7 +155,7 @@ _GROUPS = {
         *("checkpoint_path", "prompt", "video_save_path", "num_steps", "guidance", "seed"),
         *("num_frames", "height", "width", "fps", "negative_prompt", "format"),
     ),
-    "prompts": ("prompt_file", "subject_name", "seeds", "guidances", "adapter", "repeat"),
+    "prompts": ("prompt_file", "subject_name", "seeds", "guidances", "adapter", "repeat", "recorded_files"),
     _SAMPLING: (
         *("sampler", "schedule", "sigmas", "sigma_min", "sigma_max", "rho", "shift", "noise_scale"),
         *("churn", "churn_interval", "eta"),
@@ -182,7 +187,7 @@ EXAMPLES = {
         'megadit generate --checkpoint_path runs/demo/bundle --prompt "a seven" --seeds 1 2 3 --contact_sheet all.png',
         "megadit generate --checkpoint_path bundle --prompt_file prompts.txt --video_save_path videos --format gif",
         'megadit generate --checkpoint_path bundle --prompt "waves" --image first.png --num_video_frames 33',
-        "megadit generate --repeat videos/0000_waves_seed0.mp4 --guidance 5",
+        "megadit generate --repeat videos/0000_waves_seed0.mp4 --recorded_files --guidance 5",
     ),
     "calibrate-cache": (
         "megadit calibrate-cache --checkpoint_path bundle --prompt_file prompts.txt --cache_budget 0.02",
@@ -229,6 +234,7 @@ def check(options: GenerateOptions) -> None:
         f"--guidance_convention={options.guidance_convention} says what --guidance means; give --guidance too",
     )
     others = {"story": ("total_frames",), "keep_first": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
+    others["recorded_files"] = ("repeat",)
     others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
     for name, needed in (NEEDED | others).items():
         value = getattr(options, name)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
-from megadit.infer.generate.conditioning_files import MEDIA, as_record, options_of
+from megadit.infer.conditioning.named import ConditioningFile
+from megadit.infer.generate.conditioning_files import MEDIA, as_record, check_unchanged, options_of, recorded_files
 from megadit.infer.generate.options import GenerateOptions, check, refuse
 from megadit.infer.generate.specs import VideoSpec, adapters_of
 from megadit.infer.media.animations import encode_image
@@ -24,11 +25,14 @@ from megadit.infer.pipeline.results import GeneratedVideo, origin_of
 from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.shared.cli.setting import check_json, settings_of
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import RECORD_SUFFIX, atomic_directory, atomic_path, read_json, record_path, write_json
 
 LATENTS_SUFFIX = ".safetensors"
+_MAX_RECORD_BYTES = 1 << 18
+"""Maximum bytes of a record: those of a story of a thousand prompts."""
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -189,11 +193,12 @@ def read_record(path: str) -> dict[str, Any]:
     if file.is_dir():
         file = next(iter(sorted(file.glob("00000.*"))), record_path(file))
     if file.suffix.lower() in (RECORD_SUFFIX, LATENTS_SUFFIX):
-        record = read_json(file if file.suffix.lower() == RECORD_SUFFIX else record_path(file))
+        beside = file if file.suffix.lower() == RECORD_SUFFIX else record_path(file)
+        record = read_json(beside, max_bytes=_MAX_RECORD_BYTES)
     else:
         comment = read_comment(file)
         try:
-            record = parse_json(comment or "null", "it", is_finite=False)
+            record = parse_json(comment or "null", "it", max_bytes=_MAX_RECORD_BYTES, is_finite=False)
         except UserError:  # another program's comment
             record = None
     if not isinstance(record, dict) or "megadit_record" not in record:
@@ -205,38 +210,51 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
     """Return the options with the record's values where none were given, and the record's settings.
 
     Raises:
-        UserError: if the record is incomplete, or one of its conditioning files has changed.
+        UserError: if the record is incomplete, names files without `options.recorded_files`, or one of its adapters and
+            conditioning files has changed.
     """
+    where = f"--repeat={options.repeat}: "
     try:
         names = SamplingSettings.__dataclass_fields__.keys() & record.keys()
         settings = SamplingSettings.from_dict({name: record[name] for name in names})
-        filled: dict[str, Any] = {"checkpoint_path": options.checkpoint_path or record["checkpoint_path"]}
-        if not options.prompt and not options.prompt_file:
-            filled["prompt"] = (record["prompt"],)
-        if options.seed is None and not options.seeds:
-            filled["seed"] = record["seed"]
-        running = options.running
-        running = replace(running, dtype=running.dtype or record["dtype"], runtime=running.runtime or record["runtime"])
-        if running.cache_measure == RuntimeOptions().cache_measure:
-            running = replace(running, cache_measure=record.get("cache_measure", running.cache_measure))
-        filled["running"] = running
-        if "total_frames" in record and options.total_frames is None:
-            filled |= _repeated_length(options, record)
-        if not any(getattr(options, name) for name in (*MEDIA, "keyframe")):
-            found = options_of(record["conditioning"])
-            filled |= {name: value for name, value in found.items() if getattr(options, name) in (None, "", ())}
-        if not options.adapter:
-            filled["adapter"] = _repeated_adapters(
-                [ScaledAdapter(**adapter) for adapter in record.get("adapters", ())], options
-            )
+        adapters = [] if options.adapter else [ScaledAdapter(**adapter) for adapter in record.get("adapters", ())]
+        has_own = any(getattr(options, name) for name in (*MEDIA, "keyframe"))
+        files = [] if has_own else recorded_files(record["conditioning"])
+        values = check_json(_values_of(options, record, files, adapters), GenerateOptions, where=f"{where}its ")
     except (KeyError, TypeError) as error:
-        raise UserError(f"--repeat={options.repeat}: its record is incomplete ({error})") from error
-    options = replace(options, **filled)
+        raise UserError(f"{where}its record is incomplete ({error})") from error
+    _refuse_strangers_paths(options, values, settings)
+    check_unchanged(files)
+    for adapter, now in zip(adapters, adapters_of(values.get("adapter", ())), strict=True):
+        refuse(adapter.sha256 != now.sha256, f"{where}the adapter {adapter.path} has changed since")
+    running = {name: values.pop(name) for name in settings_of(RuntimeOptions).keys() & values.keys()}
+    options = replace(options, **values, running=replace(options.running, **running))
     check(options)
     return options, settings
 
 
-def _repeated_length(options: GenerateOptions, record: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of(
+    options: GenerateOptions,
+    record: Mapping[str, Any],
+    files: Sequence[ConditioningFile],
+    adapters: Sequence[ScaledAdapter],
+) -> dict[str, Any]:
+    """Return the values of the options that a record fills; nothing is opened."""
+    values = {} if options.checkpoint_path else {"checkpoint_path": record["checkpoint_path"]}
+    if not options.prompt and not options.prompt_file:
+        values["prompt"] = (record["prompt"],)
+    if options.seed is None and not options.seeds:
+        values["seed"] = record["seed"]
+    values |= {name: record[name] for name in ("dtype", "runtime") if not getattr(options.running, name)}
+    if options.running.cache_measure == RuntimeOptions().cache_measure and "cache_measure" in record:
+        values["cache_measure"] = record["cache_measure"]
+    if "total_frames" in record and options.total_frames is None:
+        values |= _length_of(options, record)
+    values |= {name: value for name, value in options_of(files).items() if getattr(options, name) in (None, "", ())}
+    return values | ({"adapter": [f"{each.path}:{each.scale!r}" for each in adapters]} if adapters else {})
+
+
+def _length_of(options: GenerateOptions, record: Mapping[str, Any]) -> dict[str, Any]:
     found = {"total_frames": record["total_frames"], "keep_frames": options.keep_frames or record["keep_frames"]}
     found["keep_first"] = options.keep_first or record.get("keep_first", False)
     if len(record["story"]) > 1 and not options.prompt and not options.prompt_file:
@@ -244,9 +262,18 @@ def _repeated_length(options: GenerateOptions, record: Mapping[str, Any]) -> dic
     return found
 
 
-def _repeated_adapters(adapters: Sequence[ScaledAdapter], options: GenerateOptions) -> tuple[str, ...]:
-    texts = tuple(f"{adapter.path}:{adapter.scale!r}" for adapter in adapters)
-    for adapter, now in zip(adapters, adapters_of(texts), strict=True):
-        if adapter.sha256 != now.sha256:
-            raise UserError(f"--repeat={options.repeat}: the adapter {adapter.path} has changed since")
-    return texts
+def _refuse_strangers_paths(options: GenerateOptions, values: Mapping[str, Any], settings: SamplingSettings) -> None:
+    """Raises UserError for paths that only the record names: a video from somebody else may name any file."""
+    about = settings_of(GenerateOptions) | settings_of(RuntimeOptions) | settings_of(SamplingSettings)
+    named = {**values} if options.settings.autoguidance else {**values, "autoguidance": settings.autoguidance}
+    paths = [
+        f"--{name} {path!a}"
+        for name, value in named.items()
+        if value and "PATH" in (about[name].metavar or "")
+        for path in (value if isinstance(value, tuple) else [value])
+    ]
+    refuse(
+        paths and not options.recorded_files,
+        f"--repeat={options.repeat} names files of its own to open; if you trust it, add --recorded_files, else give "
+        f"your own: {' '.join(paths)}",
+    )

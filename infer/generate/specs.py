@@ -19,6 +19,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.named import parse_adapters, split_expert
 from megadit.models.shared.cli.setting import check_json, settings_of, under_own_names
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_limited
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""
@@ -128,8 +129,8 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
     if not path:
         return []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_limited(path).decode().splitlines()
+    except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompt_file {path}: {error}") from error
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     match Path(path).suffix.lower():

@@ -26,9 +26,9 @@ from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting, settings_of
-from megadit.models.shared.documents import parse_json, parse_yaml
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_end, read_json, read_yaml
 from megadit.models.shared.shards import damaged_shards, partly_copied, verified_shards
 from megadit.models.storage.manifest import MANIFEST_FILE, is_bundle
 from megadit.models.storage.weights import network_shapes
@@ -210,7 +210,7 @@ def describe_blend(path: Path) -> Facts:
     Raises:
         UserError: if the file names no data sets, or one of them was not prepared.
     """
-    document = parse_yaml(path.read_bytes(), str(path))
+    document = read_yaml(path)
     facts: Facts = {"blend": str(path)}
     try:
         for split, source in document["splits"].items():
@@ -307,7 +307,7 @@ def _is_run(folder: Path) -> bool:
 
 def _read_run_config(path: Path) -> dict[str, Any]:
     try:
-        config = parse_yaml(path.read_bytes(), str(path))
+        config = read_yaml(path)
         missing = {"model", "data", "train", "parallel"} - config.keys()
     except (UserError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a training run") from error
@@ -318,8 +318,7 @@ def _read_run_config(path: Path) -> dict[str, Any]:
 
 def _last_record(metrics: Path) -> dict[str, Any]:
     """The last complete line with a loss; a killed run may leave half a line."""
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
-    for line in reversed(lines):
+    for line in reversed(read_end(metrics).splitlines() if metrics.is_file() else []):
         try:
             record = parse_json(line, str(metrics), is_finite=False)
         except UserError:

@@ -9,7 +9,6 @@ import os
 import queue
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import numpy as np
 
 from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.shared.cli.setting import settings_of
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 
 CHECKING = "--checking"
@@ -123,13 +123,7 @@ class _Worker:
     def _start(self) -> None:
         self.end()
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megadit.infer.media.untrusted",
-                json.dumps(asdict(self._limits)),
-                *self._arguments(),
-            ],
+            python_module("megadit.infer.media.untrusted", json.dumps(asdict(self._limits)), *self._arguments()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.lora.named import split_expert
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import sha256_of
+from megadit.models.shared.files import MAX_MEDIA_BYTES, sha256_of
 
 Scales = Mapping[str, float]
 """Path of an adapter -> its scale: 1 as it was trained, 0 without effect."""
@@ -82,7 +82,7 @@ def _checksum(file: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _read_checksum(file: Path, *written: int) -> str:
-    return sha256_of(file)
+    return sha256_of(file, MAX_MEDIA_BYTES)
 
 
 class AdapterCache:

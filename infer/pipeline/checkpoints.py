@@ -10,6 +10,7 @@ from pathlib import Path
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle, check_kind
 from megadit.models.convert.adapters.files import is_adapter
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import held_alone
 from megadit.models.storage.hub import cached_model
@@ -142,7 +143,7 @@ def _convert(training_directory: Path, bundle: Path) -> None:
     Reading a training checkpoint takes Megatron, its process groups and, without a GPU, patches to torch. They stay
     out of this process, and this package stays independent of `megadit.train`.
     """
-    command = [sys.executable, "-m", "megadit.train.checkpoints.to_bundle", str(training_directory), str(bundle)]
+    command = python_module("megadit.train.checkpoints.to_bundle", str(training_directory), str(bundle))
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]

@@ -33,6 +33,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.addresses import free_ports
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
 
@@ -217,7 +218,7 @@ class _Group:
                 ends.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(PATIENCE), 0))
         self._connections.append(ours)
         with theirs:
-            command = [sys.executable, "-m", "megadit.infer.runtimes.rank", str(theirs.fileno())]
+            command = python_module("megadit.infer.runtimes.rank", str(theirs.fileno()))
             self._processes.append(
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
 from megadit.infer.runtimes.widen import graph_for_cpus
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import cache_folder
 
 NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}
@@ -103,7 +103,8 @@ def open_session(
     `tensorrt` are the options of its TensorRT provider, which then runs the nodes that it supports.
 
     Raises:
-        UserError: if ONNX Runtime is missing, or has no provider for `device`.
+        UserError: if ONNX Runtime is missing, has no provider for `device`, or cannot open the graph, such as one with
+            weights outside of its folder.
     """
     try:
         import onnxruntime
@@ -127,6 +128,7 @@ def open_session(
     settings = [own.get(name, {}) for name in providers]
     # which moves fp8 quantization through transpositions that do not support that type
     disabled = ["QDQPropagationTransformer"]
-    return onnxruntime.InferenceSession(
-        str(path), options, providers=providers, provider_options=settings, disabled_optimizers=disabled
-    )
+    with library_errors(lambda reason: f"ONNX Runtime cannot open {path}: {reason}"):
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=providers, provider_options=settings, disabled_optimizers=disabled
+        )

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.models.shared.errors import library_errors
 
 
 @contextmanager
@@ -29,7 +30,8 @@ def widened(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     """Context with a copy in float32, which is written into `scratch` or the folder for temporary files."""
     import onnx_ir as ir
 
-    model = ir.load(path)
+    with library_errors(lambda reason: f"{path} cannot be converted to float32: {reason}"):
+        model = ir.load(path)
     for value in model.graph.initializers.values():
         if value.dtype == ir.DataType.BFLOAT16:
             value.const_value = _float32(value.const_value, value.name)
@@ -48,7 +50,8 @@ def widened(path: Path, scratch: Path | None = None) -> Iterator[Path]:
                 node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
     with TemporaryDirectory(dir=scratch) as directory:
         copy = Path(directory) / path.name
-        ir.save(model, copy, external_data=f"{path.name}.data")
+        with library_errors(lambda reason: f"{path} cannot be converted to float32: {reason}"):  # weights are read here
+            ir.save(model, copy, external_data=f"{path.name}.data")
         yield copy
 
 

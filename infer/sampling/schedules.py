@@ -1,6 +1,7 @@
 """Noise schedules: the levels that a sampler steps through, independent of the solver."""
 
 import math
+import reprlib
 from collections.abc import Sequence
 
 import torch
@@ -98,9 +99,11 @@ def explicit_sigmas(levels: Sequence[float]) -> Tensor:
     """
     positive = list(levels[:-1] if len(levels) > 1 and levels[-1] == 0 else levels)
     if not positive or not all(0 < level < math.inf for level in positive):
-        raise UserError(f"sigmas={list(levels)} must be finite numbers greater than 0 (a last 0 is added)")
+        raise UserError(
+            f"sigmas={reprlib.repr(list(levels))} must be finite numbers greater than 0 (a last 0 is added)"
+        )
     if any(after >= before for before, after in zip(positive[:-1], positive[1:], strict=True)):
-        raise UserError(f"sigmas={list(levels)} must decrease")
+        raise UserError(f"sigmas={reprlib.repr(list(levels))} must decrease")
     return torch.tensor([*positive, 0.0], dtype=torch.float64)
 
 

@@ -23,9 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from megadit.models.shared.documents import check_pickle
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_limited
 
 SUMS = "SHA256SUMS"
 DESCRIPTION = ".metadata"
+_MOST_BYTES = 1 << 28
+"""Maximum bytes of either file: they have some hundred bytes for each shard of each tensor."""
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 
 _CLASSES = {
@@ -79,11 +82,11 @@ def read_sums(directory: Path) -> dict[str, str]:
     Raises:
         DamagedCheckpointError: if it is missing or cannot be read.
     """
+    if not (directory / SUMS).exists():
+        raise DamagedCheckpointError(f"{directory} is damaged: {SUMS} is missing")
     try:
-        text = (directory / SUMS).read_bytes().decode()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{directory} is damaged: {SUMS} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_limited(directory / SUMS, _MOST_BYTES).decode()
+    except (UserError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{directory} is damaged: {SUMS} cannot be read ({error})") from None
     lines = _LINE.findall(text)
     if "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
@@ -132,7 +135,7 @@ def read_description(directory: Path, *, only_tensors: bool = True) -> Metadata:
     """
     path = directory / DESCRIPTION
     try:
-        content = path.read_bytes()
+        content = read_limited(path, _MOST_BYTES)
         check_pickle(content, DESCRIPTION)
         description = _Unpickler(io.BytesIO(content)).load()
     except (UserError, pickle.UnpicklingError) as error:

@@ -2,11 +2,10 @@
 
 import logging
 import os
-import sys
 import uuid
 from collections.abc import Sequence
 
-from megadit.models.shared.cli.signals import ending_signals
+from megadit.models.shared.cli.signals import ending_signals, python_module
 from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
 
@@ -59,7 +58,8 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     config.signals_to_handle = ",".join(number.name for number in ending_signals())
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     try:
-        elastic_launch(config, sys.executable)("-m", module, *argv)
+        command, *rest = python_module(module, *argv)
+        elastic_launch(config, command)(*rest)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -68,6 +68,16 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> 
         raise UserError(f"{where} is not valid YAML: {_in_short(error)}") from None
 
 
+def check_yaml(text: str | bytes, where: str) -> None:
+    """Raises UserError for a YAML document deeper than the limit; its aliases and errors are left to its reader."""
+    try:
+        _check_depth((_level(event) for event in yaml.parse(text, Loader=_LOADER)), where)
+    except UserError:
+        raise
+    except (ValueError, yaml.YAMLError):
+        return  # which its reader reports
+
+
 def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) -> None:
     """Raises UserError if a safetensors file, which begins with `head`, has a longer JSON header."""
     check_size(int.from_bytes(head[:8], "little"), f"the header of {where}", max_bytes)
@@ -123,6 +133,10 @@ def _check_depth(steps: Iterable[int], where: str) -> None:
 def _step(event: yaml.Event, where: str) -> int:
     if isinstance(event, yaml.AliasEvent):
         raise UserError(f"{where} has aliases (*name); write the values out")
+    return _level(event)
+
+
+def _level(event: yaml.Event) -> int:
     return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
 
 

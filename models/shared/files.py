@@ -9,16 +9,18 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.shared.documents import MAX_BYTES, parse_json
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
 LONGEST_NAME, LONGEST_PATH = 255, 1024
+MAX_MEDIA_BYTES = 1 << 36
+"""Maximum bytes of an image, a video or an adapter that is used by its name."""
 RECORD_SUFFIX = ".json"
 """Suffix of a video's record, after the whole file name of the video."""
 
@@ -30,13 +32,15 @@ def _temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
 
 
-def sha256_of(path: str | os.PathLike) -> str:
-    """The checksum of a file.
+def sha256_of(path: str | os.PathLike, max_bytes: int | None = None) -> str:
+    """The checksum of a file; one with holes can have terabytes, which take hours: `max_bytes` is for those of others.
 
     Raises:
-        UserError: if it cannot be read.
+        UserError: if it cannot be read, or is longer.
     """
     try:
+        if max_bytes is not None:
+            check_size(os.stat(path).st_size, str(path), max_bytes)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
@@ -111,9 +115,13 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if path.exists():
-            os.replace(path, replaced)
-        os.replace(temporary, path)
+        is_there = False
+        while not is_there:
+            with suppress(FileNotFoundError):
+                os.replace(path, replaced)
+            is_there = _took_place(temporary, path)
+            if not is_there:  # another process's has become `path` meanwhile: it is replaced, too
+                shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         if isinstance(error, OSError):
             _name(error, path)
@@ -123,6 +131,17 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _took_place(temporary: Path, path: Path) -> bool:
+    """Rename a directory; False if there is another one, with files."""
+    try:
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
 
 
 def remove_leftovers(path: Path) -> None:
@@ -187,6 +206,20 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
     Raises:
         UserError: if the file is missing, cannot be read, is not JSON or exceeds the limits.
     """
+    return parse_json(read_limited(path, max_bytes), str(path), max_bytes=max_bytes, is_finite=is_finite)
+
+
+def read_yaml(path: str | os.PathLike) -> Any:
+    """The contents of a YAML file, within the limits of `parse_yaml`; raises as `read_json`."""
+    return parse_yaml(read_limited(path), str(path))
+
+
+def read_limited(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
+    """The contents of a file that anybody may have written: one with holes can be of any length.
+
+    Raises:
+        UserError: if it is missing, cannot be read or is longer.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)
@@ -194,4 +227,12 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_json(content, str(path), max_bytes=max_bytes, is_finite=is_finite)
+    check_size(len(content), str(path), max_bytes)
+    return content
+
+
+def read_end(path: str | os.PathLike, num_bytes: int = 1 << 20) -> bytes:
+    """The last bytes of a file of lines; the first line may be cut."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read(num_bytes)

@@ -59,7 +59,8 @@ def find_license(source: Path, family: str) -> License:
         files += [path for path in here if _FILES.search(path.name)]
         cards = [path for path in here if path.name.lower() == "readme.md"]
         for card in cards:
-            found = _IN_CARD.findall(card.read_text(encoding="utf-8", errors="replace")[:10_000])
+            with card.open(encoding="utf-8", errors="replace") as file:
+                found = _IN_CARD.findall(file.read(10_000))
             if found and name == "unknown":
                 name = ", ".join(dict.fromkeys(found))
                 files.append(card)

@@ -1,7 +1,6 @@
 """Files of published text encoders in `transformers`' format (vocabulary, network, single tensors), and our settings
 files."""
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from megadit.models.machine import computing_dtype, cost_in_words, free_memory
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import sha256_of
 from megadit.models.storage import components as parts
 from megadit.models.storage import hub
 from megadit.models.storage.pretrained import (
-    PRETRAINED,
     Encoder,
     check_encoder,
     encoder_tensors,
@@ -25,6 +24,7 @@ from megadit.models.storage.pretrained import (
     transformers_library,
 )
 from megadit.models.storage.tensor_source import TensorSource
+from megadit.models.storage.tokenizer_file import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AnyEncoder = TypeVar("AnyEncoder")
@@ -132,9 +132,9 @@ class PublishedText:
         """
         self._vocabulary(directory)  # without one, transformers creates an empty tokenizer
         try:
-            return transformers_library(self.what).AutoTokenizer.from_pretrained(directory, **PRETRAINED)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{directory} has no readable tokenizer ({_reason(error)}); needs {self.files}") from error
+            return load_tokenizer(directory)
+        except UserError as error:
+            raise UserError(f"{error}; needs {self.files}") from error
 
     def load_network(self, directory: Path, class_name: str, **options: Any) -> Any:
         """The network of this class of `transformers`, in evaluation mode; `options` are those of `from_pretrained`.
@@ -156,7 +156,7 @@ class PublishedText:
         Raises:
             UserError: if there is none.
         """
-        return hashlib.sha256(self._vocabulary(directory).read_bytes()).hexdigest()
+        return sha256_of(self._vocabulary(directory))
 
     def read_tensor(self, directory: Path, *names: str) -> Tensor:
         """One tensor of the network, of any shape, under the first name that exists of those `transformers` has used.
@@ -199,7 +199,3 @@ def load_settings(encoder: type[AnyEncoder], directory: str | os.PathLike, **mor
     settings = parts.read_settings(directory, [*settings_of(encoder), "fingerprint"])
     fingerprint = settings.pop("fingerprint")
     return encoder(**settings, **more, _loaded={"fingerprint": fingerprint})
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

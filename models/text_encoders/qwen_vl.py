@@ -113,10 +113,11 @@ class QwenVLTextEncoder:
         return F.gelu(F.linear(features_LD, self.projection["weight"].float(), self.projection["bias"].float()))
 
     def _tokens(self, text: str) -> Tensor:
+        """Token ids 1L of a text in Qwen's chat format; a template in the tokenizer's folder, a program, is not run."""
         tokenizer = self._load_tokenizer()
         said = {"system": SYSTEM, "user": text}
-        turns = [{"role": role, "content": [{"type": "text", "text": words}]} for role, words in said.items()]
-        tokens = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, add_vision_id=False)["input_ids"]
+        turns = (f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in said.items())
+        tokens = tokenizer("".join(turns), add_special_tokens=False)["input_ids"]
         if len(tokens) > self.max_length:
             message = f"a text of {len(tokens)} tokens is cut to its first {self.max_length}"
             warnings.warn(message, stacklevel=4)

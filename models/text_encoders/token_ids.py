@@ -19,6 +19,7 @@ from megadit.models.networks.embeddings import CLASS_BASE
 from megadit.models.shared.errors import UserError
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import require
+from megadit.models.storage.tokenizer_file import check_tokenizer
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.published import PublishedText
 
@@ -95,6 +96,7 @@ class TokenIds:
 
     def _tokenizer(self) -> Any:
         if "tokenizer" not in self._loaded:
+            check_tokenizer(self.words, WORDS_FILE)
             try:
                 tokenizer = _library().Tokenizer.from_str(self.words)
             except Exception as error:  # the library raises plain Exception

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from megadit.models.lora.named import (
     shown_name,
     split_expert,
 )
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import AdapterInfo, VideoRequest
 from megadit.serve.events import AdapterNotFoundError
@@ -199,7 +199,7 @@ class Adapters:
         question = json.dumps(asked)
         try:
             checked = subprocess.run(
-                [sys.executable, "-m", _CHECK, str(path)],
+                python_module(_CHECK, str(path)),
                 input=question,
                 capture_output=True,
                 text=True,

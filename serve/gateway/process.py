@@ -1,9 +1,9 @@
 """The gateway as a supervised process."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megadit.models.shared.cli.signals import python_module
 from megadit.serve.supervise import Ailment, OwnedProcess, reachable, responds
 
 _START_SECONDS = 300
@@ -21,7 +21,7 @@ def gateway_process(
     """One `megadit serve gateway`; `arguments` are its options, without address and port."""
     url = f"http://{reachable(host)}:{port}"
     hangs = Ailment(reason="it answers nothing", patience=hang_seconds)
-    command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "gateway", *arguments]
+    command = python_module("megadit.models.shared.cli.verbs", "serve", "gateway", *arguments)
 
     def is_alive() -> bool:
         return responds(f"{url}/health/live")

@@ -180,6 +180,7 @@ class LocalServer:
             start_seconds=START_SECONDS,
             stop_seconds=stop_seconds + 5,  # after a crash of a stub it can outlive its own time limit
             environment=triton.environment,
+            folder="/",  # stubs import from their current folder first, which may hold somebody else's json.py
             log=log,
             prepare=self._prepare,
             clean_up=self._clean_up,

@@ -19,6 +19,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, cache_folder, held_alone
 
@@ -108,7 +109,7 @@ def _make_environment(directory: Path) -> None:
     """Make a virtual environment with numpy 1, followed by all package folders of this interpreter."""
     venv.create(directory, with_pip=False, symlinks=True)
     site_packages = next(directory.glob("lib/python*/site-packages"))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site_packages), NUMPY]
+    command = python_module("pip", "install", "--quiet", "--no-deps", "--target", str(site_packages), NUMPY)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]

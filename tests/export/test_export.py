@@ -24,11 +24,13 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import load
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
-from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
+from megadit.infer.runtimes.onnx import OnnxNetwork, open_session, tensorrt_options
 from megadit.infer.runtimes.options import RuntimeOptions
+from megadit.infer.runtimes.widen import widened
 from megadit.infer.sampling.resolve import with_changed_defaults
 from megadit.models.bundle import Bundle
 from megadit.models.networks.conditioning import Conditioning
+from megadit.models.shared.errors import UserError
 from tests.exports import export_denoiser
 
 NETWORKS = ("denoiser", "video_decoder", "video_encoder")
@@ -108,6 +110,7 @@ def test_generate_gives_torchs_video(exported, tmp_path):
         error = np.abs(ours.video.astype(int) - theirs.video.astype(int))
         assert error.max() <= 1 and (error > 0).mean() < 0.01  # rounding to 8 bits may fall either way
     again = [
+        "--recorded_files",
         "--repeat",
         str(tmp_path / "onnx.mp4"),
         "--video_save_path",
@@ -284,6 +287,33 @@ def test_damaged_graph_is_no_bundle(exported, tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match="1000 bytes instead of"):
         Bundle.open(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("place", ["../secret.bin", "{folder}/secret.bin", "link.bin"])
+def test_a_graph_reads_no_file_outside_of_its_folder(tmp_path, place):
+    (tmp_path / "secret.bin").write_bytes(bytes(range(64)))
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx/link.bin").symlink_to(tmp_path / "secret.bin")
+    (tmp_path / "onnx/own.bin").write_bytes(bytes(64))
+
+    def graph(location: str) -> Path:
+        weight = onnx.TensorProto(name="w", data_type=onnx.TensorProto.UINT8, dims=[64], data_location="EXTERNAL")
+        for key, value in {"location": location, "offset": "0", "length": "64"}.items():
+            weight.external_data.add(key=key, value=value)
+        x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, [64]) for name in "xy")
+        made = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+        model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+        (tmp_path / "onnx/a.onnx").write_bytes(model.SerializeToString())
+        return tmp_path / "onnx/a.onnx"
+
+    path = graph(place.format(folder=tmp_path))
+    with pytest.raises(UserError, match="cannot open .*a.onnx: .*[Ee]xternal data") as raised:
+        open_session(path, torch.device("cpu"))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match=r"a.onnx cannot be converted .*outside the base directory"), widened(path):
+        pass
+    x = np.zeros(64, np.uint8)
+    assert open_session(graph("own.bin"), torch.device("cpu")).run(None, {"x": x})[0].tolist() == x.tolist()
 
 
 def test_network_takes_the_contract(exported, specs):

@@ -31,6 +31,7 @@ from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.manifest import MANIFEST_FILE
 from megadit.models.storage.tensor_source import load_pickled, open_safetensors
+from megadit.models.storage.tokenizer_file import check_tokenizer
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.media import values_of
 from megadit.train.data.shards import SUFFIXES, ShardReader
@@ -119,6 +120,12 @@ _MANIFEST = {
     "defaults": {},
     "files": {"a": {"bytes": 1, "sha256": "0"}},
 }
+_TOKENIZER = {
+    "padding": {"strategy": {"Fixed": 8}, "pad_to_multiple_of": 8},
+    "normalizer": {"type": "Sequence", "normalizers": [{"content": "a"}, {"precompiled_charsmap": "AAAAAGFiAGM="}]},
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a|b)+ ?[a-c]*"}},
+    "post_processor": {"single": [{}], "pair": [], "special_tokens": {"a": {"ids": [1]}}},
+}
 _PART = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + PNG + b"\r\n--b--\r\n"
 
 PARSERS = {
@@ -128,6 +135,7 @@ PARSERS = {
         read=lambda data: parse_json(data, "it"), seeds=(b'{"fps": 8.0, "caption": "a\\u00e9", "n": [1, null]}',)
     ),
     "yaml": Parser(read=lambda data: parse_yaml(data, "it"), seeds=(b"a: [1, {b: c}]\nd: 1e3\n",)),
+    "tokenizer": Parser(read=lambda data: check_tokenizer(data, "it"), seeds=(json.dumps(_TOKENIZER).encode(),)),
     "multipart": Parser(read=_form, seeds=(_PART,), refuses=(UserError, ApiError, MultiPartException)),
     "media": Parser(read=lambda data: decode(data, _LIMITS), seeds=(PNG, GIF, MP4)),
     "evaluated_tar": Parser(read=_of_file(_members, "train-000000.tar"), seeds=(_SHARD,)),

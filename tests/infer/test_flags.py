@@ -62,6 +62,7 @@ def seen(where, *words, given=PROMPT):
 BY_OWN_NAMES = {
     "--checkpoint_path": ends("nowhere", "nowhere"),
     "--repeat": other("{room}/made.safetensors"),
+    "--recorded_files": ends("needs --repeat"),
     "--prompt": other("a blue two"),
     "--prompt_file": other("{room}/prompts.txt"),
     "--adapter": other("{room}/adapter"),
@@ -297,7 +298,16 @@ CALIBRATED = {
 OF_OUTPUT = ("--video_save_path", "--format", "--contact_sheet")
 """Options that calibration takes, so that the same command can be given to both, and has no use for."""
 REFUSED = (
-    *("--checkpoint_path", "--repeat", "--runtime", "--instruction", "--total_frames", "--story", "--keep_first"),
+    *(
+        "--checkpoint_path",
+        "--repeat",
+        "--recorded_files",
+        "--runtime",
+        "--instruction",
+        "--total_frames",
+        "--story",
+        "--keep_first",
+    ),
     *("--sequential_guidance", "--offload_text_encoder", "--cuda_graphs", "--overlap_decoding", "--tokenizer_model"),
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
     *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--resident_blocks"),

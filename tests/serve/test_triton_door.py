@@ -94,6 +94,7 @@ def test_what_makes_no_video_is_refused_over_grpc_too(server, tmp_path):
 def test_what_stands_in_the_process_list_opens_nothing(server, tmp_path):
     """Any user of the machine reads a process' arguments: what they say can be sent neither over HTTP nor over gRPC."""
     arguments = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
+    assert os.readlink(f"/proc/{server.process.pid}/cwd") == "/", "whence its stubs import first"
     shown = {each.partition(b":")[2] for each in arguments if b"restricted" in each}
     ((key, _, value),) = (each.partition(b"=") for each in shown)
     host, _, port = server.http_url.partition(":")

@@ -8,7 +8,6 @@ operations, and memory with the planner's estimate.
 """
 
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import log
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
@@ -125,7 +125,7 @@ def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
         UserError: if the run failed, with its last words.
     """
     ranks, overrides = axis.num_ranks(value), [*BASE, *axis.overrides(value)]
-    command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", RECIPE, "--warmup", "1"]
+    command = python_module("megadit.train.benchmarks.train", "--recipe", RECIPE, "--warmup", "1")
     command += ["--steps", str(steps), "--json", str(file), *overrides] + (["--nproc", str(ranks)] if ranks > 1 else [])
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

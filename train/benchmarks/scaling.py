@@ -12,7 +12,6 @@ another configuration or other `--steps` is refused.
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, differences, read_json, write_json
@@ -74,7 +74,7 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
     if not file.is_file():
         if ranks > devices:
             return Row(ranks=ranks, samples_per_second=None)
-        command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", options.recipe]
+        command = python_module("megadit.train.benchmarks.train", "--recipe", options.recipe)
         command += ["--steps", str(options.steps), "--json", str(file), *overrides_of(options, ranks)]
         done = subprocess.run([*command, "--nproc", str(ranks)], capture_output=True, text=True)
         if done.returncode:

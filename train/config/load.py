@@ -1,6 +1,8 @@
 """Configuration of a run from recipe, data set, YAML file and `a.b=c` overrides; later ones take precedence."""
 
 import dataclasses
+import io
+import math
 import re
 import types
 from pathlib import Path
@@ -11,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.shared.documents import parse_yaml
+from megadit.models.shared.documents import check_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_json, read_limited, read_yaml
 from megadit.train.config.compat import expand_braces, translate
 from megadit.train.config.facts import OF_DATASET, agree
 from megadit.train.config.schema import RunConfig
@@ -23,6 +25,8 @@ Config = TypeVar("Config")
 
 _LOOKED_UP = re.compile(r"\$\{[^{}]*:")
 """OmegaConf's resolvers, such as ${oc.env:NAME}, which read values from outside the file."""
+_MOST_REFERENCES = 1000
+"""Maximum product of the numbers of references in each value, by which a value may grow."""
 
 OTHER_WORDS = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "optimizer.lr"),
@@ -155,11 +159,7 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         UserError: if the file is missing, broken or incomplete.
     """
-    # the file may come from anybody: plain YAML, because OmegaConf would resolve ${oc.env:NAME}
-    try:
-        values = parse_yaml(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    values = read_yaml(path)  # it may come from anybody: plain YAML, because OmegaConf would resolve ${oc.env:NAME}
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
     return config_from_dict(values)
@@ -213,13 +213,18 @@ def _read_yaml(path: str | Path) -> DictConfig:
         shipped = Path(__file__).parents[1] / "conf" / Path(path).name
         hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"
         raise UserError(f"config file {path} does not exist; {hint}")
+    content = read_limited(path)
+    check_yaml(content, str(path))
     try:
-        config = OmegaConf.load(path)
+        config = OmegaConf.load(io.BytesIO(content))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {_first_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
-    for key, value in _flatten(OmegaConf.to_container(config)).items():
+    values = _flatten(OmegaConf.to_container(config))
+    if math.prod(max(1, str(value).count("${")) for value in values.values()) > _MOST_REFERENCES:
+        raise UserError(f"{path} refers to its own keys so often that they may grow without end; write the values out")
+    for key, value in values.items():
         if _LOOKED_UP.search(str(value)):  # it may be the config.yaml of somebody else's run
             raise UserError(
                 f"{path}: {key}={value} refers to something outside the file, and only references to its own keys are "

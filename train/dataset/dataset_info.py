@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.models.shared.tar_files import UntrustedTarFile, latent_shapes
@@ -162,7 +162,7 @@ def _read_info(root: "Path | EPath") -> dict[str, Any]:
             raise UserError(f"data.path={root} has no {name}; {REMEDY}")
     check_data_set(root)
     with (root / INFO_FILE).open("rb") as file:
-        values = parse_json(file.read(), str(root / INFO_FILE))
+        values = parse_json(file.read(MAX_BYTES + 1), str(root / INFO_FILE))
     if not isinstance(values, dict):
         raise UserError(f"{root / INFO_FILE} is not the description of a data set; {REMEDY}")
     return values

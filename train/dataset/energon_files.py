@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadit.models.shared.documents import parse_json, parse_yaml
+from megadit.models.shared.documents import MAX_BYTES, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import is_inner_name, is_possible_name
 from megadit.train.dataset.places import STORES, energon_url, is_url
@@ -181,7 +181,7 @@ def _read(path: "Path | EPath") -> Any:
 
     try:
         with path.open("rb") as file:
-            content = file.read()
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if path.name.endswith(".json"):

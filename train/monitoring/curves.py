@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megadit.models.shared.documents import MAX_BYTES, check_size
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
@@ -62,13 +63,20 @@ class MetricsFile:
             raise UserError(f"{self._path} does not exist; is its folder that of a training run?")
         with self._path.open("rb") as file:
             file.seek(self._read)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                record = json.loads(line)
+            while (line := file.readline(MAX_BYTES)).endswith(b"\n"):
+                record = self._record(line)
                 self._records.append({name: record[name] for name in DRAWN if name in record})
                 self._read += len(line)
+        check_size(len(line), f"a line of {self._path}", MAX_BYTES - 1)
         return self._records
+
+    def _record(self, line: bytes) -> dict:
+        try:
+            record = json.loads(line)
+            record["step"]
+        except (ValueError, RecursionError, TypeError, KeyError):
+            raise UserError(f"{self._path} has a line that is no record of a step: {line[:60]!a}") from None
+        return record
 
 
 def series(records: Sequence[dict], *keys: str) -> tuple[np.ndarray, np.ndarray]:

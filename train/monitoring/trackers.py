@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import imageio.v3 as iio
 
 from megadit.infer.media.video_io import read_video
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
@@ -222,7 +223,7 @@ class Curves:
                 self._process.stdin.flush()
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megadit.train.monitoring.curves", str(self._folder), FOLLOW],
+            python_module("megadit.train.monitoring.curves", str(self._folder), FOLLOW),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.machine import NO_MEMORY
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.memory import GIB
@@ -126,7 +126,7 @@ def _measure(choice: Choice, folder: Path, ranks: int, steps: int, seconds: floa
 def command(run: Path, overrides: Sequence[str], ranks: int, steps: int, numbers: Path) -> list[str]:
     """Command that measures one layout."""
     return [
-        *(sys.executable, "-m", "megadit.train.benchmarks.train", "--config-file", str(run), *overrides),
+        *python_module("megadit.train.benchmarks.train", "--config-file", str(run), *overrides),
         *("--nproc", str(ranks), "--steps", str(steps), "--warmup", str(WARMUP), "--json", str(numbers)),
     ]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.bundle import Bundle
-from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 from megadit.models.shared.memory import memory_in_words
 from megadit.models.storage.manifest import is_bundle
 from megadit.train.config.schema import RunConfig
@@ -109,7 +109,7 @@ def _more_channels(info: DatasetInfo) -> str:
 def _noted(path: Path) -> dict[str, Any]:
     """Contents of a JSON file; empty if it cannot be read."""
     try:
-        values = parse_json(path.read_bytes(), str(path))
-    except (OSError, UserError):
+        values = read_json(path)
+    except UserError:
         return {}
     return values if isinstance(values, dict) else {}

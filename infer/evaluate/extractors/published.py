@@ -14,6 +14,7 @@ from megadit.infer.evaluate.extractors.base import Extractor, resized
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json, sha256_of
 from megadit.models.storage.pretrained import PRETRAINED
+from megadit.models.storage.tokenizer_file import load_tokenizer
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of colours in 0..1, as CLIP was trained; a preprocessor_config.json may differ."""
@@ -73,7 +74,7 @@ class ClipPictures(_Normalised):
         network = transformers.CLIPModel.from_pretrained(folder, use_safetensors=True, **PRETRAINED)
         config = network.config
         super().__init__(network, folder, device, config.vision_config.image_size, OPENAI_MEAN, OPENAI_STD)
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **PRETRAINED)
+        self._tokenizer = load_tokenizer(folder)
         self._most_tokens = config.text_config.max_position_embeddings
         self.width = config.projection_dim
 

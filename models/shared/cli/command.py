@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, start_with_us
+from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, python_module, start_with_us
 from megadit.models.shared.cores import prepare_threads
 from megadit.models.shared.errors import AlreadyReportedError, StoppedError, UserError, nearest
 from megadit.models.shared.memory import memory_in_words
@@ -271,7 +271,7 @@ def run_module(module: str, *arguments: str) -> None:
         UserError: if it fails; it has printed the reason.
         StoppedError: if a signal came.
     """
-    process = start_with_us([sys.executable, "-m", module, *arguments])
+    process = start_with_us(python_module(module, *arguments))
     with passed_on(process):
         code = exit_code(process.wait())
     if code > 128:  # only that process got the signal

@@ -81,6 +81,12 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
         raise StoppedError(came[0])
 
 
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command of `python -m module` without the current folder in its path: that may be somebody else's data, and
+    hold a module of the name `json`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def start_with_us(command: Sequence[str]) -> subprocess.Popen:
     """Start a process that ends when this one does."""
     return subprocess.Popen(command, env={**os.environ, WITH_PARENT: str(os.getpid())})

@@ -18,6 +18,7 @@ from megadit.infer.evaluate.metrics.lpips import LAYERS, LPIPS
 from megadit.infer.evaluate.report import compare
 from megadit.infer.media.video_io import read_video, write_video
 from megadit.models.shared.files import read_json
+from megadit.models.shared.folder_lock import FolderLock
 from tests.bundles import write_clip_bundle
 
 from .conftest import write_folder
@@ -81,6 +82,8 @@ def test_what_is_there_is_not_computed_again(evaluated, bundle_dir, tmp_path, mo
     assert command.main([str(bundle_dir), "--out", str(copy), *arguments]) == 0
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.safetensors")} == before
     assert report_of(copy) == report_of(out)
+    with FolderLock(copy, "evaluates"):
+        assert command.main([str(bundle_dir), "--out", str(copy), *arguments]) == 2
     next(iter((copy / "features").glob("*.safetensors"))).unlink()  # the control: this has to be computed
     with pytest.raises(TypeError):
         command.main([str(bundle_dir), "--out", str(copy), *arguments])

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -222,7 +223,10 @@ def test_formats_name_files_and_folders(tmp_path):
 def test_capitals_in_a_suffix_change_nothing(run, tmp_path):
     assert run("--prompt", "a", "--num_steps", "1", "--video_save_path", "A.SAFETENSORS")[0] == 0
     assert load_file("A.SAFETENSORS")["latents_CTHW"].ndim == 4
-    assert run("--repeat", "A.SAFETENSORS", "--video_save_path", "B.Safetensors", checkpoint="")[0] == 0
+    assert (
+        run("--repeat", "A.SAFETENSORS", "--video_save_path", "B.Safetensors", "--recorded_files", checkpoint="")[0]
+        == 0
+    )
     assert (tmp_path / "A.SAFETENSORS").read_bytes() == (tmp_path / "B.Safetensors").read_bytes()
     with pytest.raises(UserError, match="fps=200.0 must lie between"):  # before the work, not after it
         output_paths(str(tmp_path / "a.GIF"), specs("a", fps=200.0))
@@ -322,13 +326,31 @@ def test_repeat_makes_the_same_file_again(run, tmp_path, suffix):
     arguments = ["--prompt", 'a "red" 日本 seven', "--seed", "5", "--sampler", "heun", "--churn", "2"]
     arguments += ["--guidance_interval", "0.1", "9", "--sigmas", "15", "4", "0.5", "--dtype", "bf16"]
     assert run(*arguments, "--video_save_path", f"first.{suffix}")[0] == 0
-    assert run("--repeat", f"first.{suffix}", "--video_save_path", f"again.{suffix}", checkpoint="")[0] == 0
+    assert (
+        run("--repeat", f"first.{suffix}", "--video_save_path", f"again.{suffix}", "--recorded_files", checkpoint="")[0]
+        == 0
+    )
     assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"again.{suffix}").read_bytes()
     assert (tmp_path / f"first.{suffix}.json").read_bytes() == (tmp_path / f"again.{suffix}.json").read_bytes()
-    beside = ["--repeat", f"again.{suffix}.json", "--seed", "6", "--video_save_path", "other.mp4"]
+    beside = ["--repeat", f"again.{suffix}.json", "--recorded_files", "--seed", "6", "--video_save_path", "other.mp4"]
     assert run(*beside, checkpoint="")[0] == 0
     record, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in (f"first.{suffix}", "other.mp4"))
     assert other == record | {"seed": 6}
+
+
+def test_files_with_holes_are_not_read_to_their_end(run, tmp_path):
+    """Of 4 TiB, which a few bytes of an archive can hold."""
+    for name in ("a.png", "a.safetensors", "a.txt"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 42)
+    for words in (
+        ["--image", "a.png"],
+        ["--input_video", "a.png"],
+        ["--adapter", "a.safetensors"],
+        ["--prompt_file", "a.txt"],
+    ):
+        code, _, error = run("--prompt", "a", *words)
+        assert code == 2 and error.count("\n") == 1 and "is longer than" in error, words
 
 
 def test_every_kind_of_file_keeps_a_record_of_its_own(run, tmp_path):
@@ -345,14 +367,17 @@ def test_repeat_of_frames_latents_and_given_videos(run, tmp_path, pipeline):
     assert run(*arguments, "--format", "png", "--video_save_path", "frames")[0] == 0
     (folder,) = (path for path in (tmp_path / "frames").iterdir() if path.is_dir())
     assert len(images(folder)) == 5
-    frames = ["--repeat", str(folder), "--format", "png", "--video_save_path", "again"]
+    frames = ["--repeat", str(folder), "--recorded_files", "--format", "png", "--video_save_path", "again"]
     assert run(*frames, checkpoint="")[0] == 0
     assert images(tmp_path / "again" / folder.name) == images(folder)
-    assert run("--repeat", str(folder), "--video_save_path", "b.safetensors", checkpoint="")[0] == 0
+    assert run("--repeat", str(folder), "--video_save_path", "b.safetensors", "--recorded_files", checkpoint="")[0] == 0
     latents = load_file("b.safetensors")["latents_CTHW"]
     decoded = pipeline._decode(latents, 5)
     assert np.array_equal(decoded[2], read_video(sorted(folder.glob("*.png"))[2])[0][0])
-    assert run("--repeat", "b.safetensors", "--video_save_path", "c.safetensors", checkpoint="")[0] == 0
+    assert (
+        run("--repeat", "b.safetensors", "--video_save_path", "c.safetensors", "--recorded_files", checkpoint="")[0]
+        == 0
+    )
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
     (tmp_path / "clip.mp4").write_bytes((tmp_path / "clip.mp4").read_bytes() + b" ")
     code, _, stderr = run(*frames, checkpoint="")
@@ -366,7 +391,7 @@ def test_repeat_notices_another_checkpoint(run, tmp_path, bundle_dir):
     manifest = json.loads((tmp_path / "bundle/megadit.json").read_text())
     manifest["files"]["transformer/model.safetensors"]["sha256"] = "0" * 64
     (tmp_path / "bundle/megadit.json").write_text(json.dumps(manifest))
-    code, _, stderr = run("--repeat", "a.png", checkpoint="")
+    code, _, stderr = run("--repeat", "a.png", "--recorded_files", checkpoint="")
     assert code == 2 and "is no longer the checkpoint that made a.png" in stderr
     assert run("--repeat", "a.png", checkpoint="bundle")[0] == 0
 

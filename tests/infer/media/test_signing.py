@@ -103,7 +103,7 @@ def test_generated_files_are_signed_and_repeated(bundle_dir, chain, tmp_path, mo
     signed = generate("signed.mp4", *make, *sign, "--contact_sheet", "sheet.png")
     assert (state_of(plain, ".mp4"), state_of(signed, ".mp4")) == ("none", "Valid")
     assert state_of((tmp_path / "sheet.png").read_bytes(), ".png") == "Valid"
-    again = generate("again.mp4", "--repeat", "signed.mp4", "--device", "cpu")
+    again = generate("again.mp4", "--repeat", "signed.mp4", "--recorded_files", "--device", "cpu")
     assert again == plain, "made again from what a signed file says; not signed unless asked"
     assert state_of(generate("long.mp4", *make, *sign, "--total_frames", "9"), ".mp4") == "Valid"
     generate("frames", *make, *sign, "--format", "png")

@@ -149,7 +149,14 @@ def test_what_an_adapter_is_made_for_stands_where_nothing_else_is_asked(bundle_d
         record = json.loads(path.with_name(f"{path.name}.json").read_text())
         assert record["sampler"] == expected.sampler and tuple(record["sigmas"]) == expected.sigmas, name
         assert record["num_steps"] == expected.num_steps and record["guidance"] == expected.guidance, name
-    again = ["--repeat", str(tmp_path / "asked.safetensors"), "--device", "cpu", "--video_save_path"]
+    again = [
+        "--repeat",
+        str(tmp_path / "asked.safetensors"),
+        "--recorded_files",
+        "--device",
+        "cpu",
+        "--video_save_path",
+    ]
     assert main([*again, str(tmp_path / "again.safetensors")]) == 0
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "asked.safetensors").read_bytes()
 
@@ -219,7 +226,9 @@ def test_generate_with_adapters_of_two_networks_and_again(pair_dir, bundle_dir, 
     command = ["--checkpoint_path", str(pair_dir), *asked, "--adapter", f"low={two}", "--video_save_path", str(made)]
     assert main(command) == 0, capsys.readouterr().err
     assert f"high={one}: " in capsys.readouterr().err
-    assert main(["--repeat", str(made), "--video_save_path", str(again)]) == 0, capsys.readouterr().err
+    assert main(["--repeat", str(made), "--video_save_path", str(again), "--recorded_files"]) == 0, (
+        capsys.readouterr().err
+    )
     first, second = load_file(made), load_file(again)
     assert first and all(torch.equal(first[name], second[name]) for name in first)
     assert main(["--checkpoint_path", str(bundle_dir), *asked, "--video_save_path", str(made)]) == 2
@@ -326,14 +335,27 @@ def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
     assert torch.equal(saved(out), expected)
     record = json.loads(record_path(out).read_text())
     assert [(kind["path"], kind["scale"]) for kind in record["adapters"]] == [(one, 0.8), (two, 1.0)]
-    assert main(["--repeat", str(out), "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                "--repeat",
+                str(out),
+                "--video_save_path",
+                str(tmp_path / "b.safetensors"),
+                "--device",
+                "cpu",
+                "--recorded_files",
+            ]
+        )
+        == 0
+    )
     assert torch.equal(saved(tmp_path / "b.safetensors"), expected)
 
 
 def test_an_adapter_is_read_once_for_all_its_records(one, tmp_path, monkeypatch):
     copied, read = tmp_path / "copy", []
     shutil.copytree(one, copied)
-    monkeypatch.setattr(adapter_cache, "sha256_of", lambda file: read.append(file) or sha256_of(file))
+    monkeypatch.setattr(adapter_cache, "sha256_of", lambda file, _: read.append(file) or sha256_of(file))
     before, again = (adapter_cache.scaled_adapters({str(copied): scale})[0] for scale in (1.0, 0.5))
     assert len(read) == 1 and before.sha256 == again.sha256
     with read[0].open("ab") as file:
@@ -344,7 +366,20 @@ def test_an_adapter_is_read_once_for_all_its_records(one, tmp_path, monkeypatch)
 def test_what_was_saved_from_python_is_made_again_with_its_adapters(pipeline, one, tmp_path):
     (video,) = pipeline(PROMPTS[:1], seeds=[3], adapters={one: 0.8})
     path = str(video.save(tmp_path / "a.mp4"))
-    assert main(["--repeat", path, "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                "--repeat",
+                path,
+                "--video_save_path",
+                str(tmp_path / "b.safetensors"),
+                "--device",
+                "cpu",
+                "--recorded_files",
+            ]
+        )
+        == 0
+    )
     assert torch.equal(saved(tmp_path / "b.safetensors"), video.latents_CTHW)
 
 

@@ -36,21 +36,70 @@ def test_a_video_is_saved_with_all_that_made_it(videos, tmp_path):
         videos[0].save(tmp_path / "seven.doc")
 
 
-@pytest.mark.parametrize("words", ["[" * 50_000, '{"megadit_record": ' + "1" * 5000 + "}", "null", "a comment"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[" * 50_000,
+        '{"megadit_record": ' + "1" * 5000 + "}",
+        "null",
+        "a comment",
+        '{"megadit_record": "' + "a" * (1 << 18) + '"}',
+    ],
+)
 def test_words_of_others_in_a_file_are_no_record(tmp_path, words):
     write_video(tmp_path / "a.png", np.zeros((1, 8, 8, 3), np.uint8), metadata={"comment": words})
     with pytest.raises(UserError, match="has no record of its settings"):
         read_record(str(tmp_path / "a.png"))
 
 
+STRANGE = {
+    "checkpoint_path": ("/etc/hostname", "--checkpoint_path '/etc/hostname'"),
+    "autoguidance": ("/etc/passwd", "--autoguidance '/etc/passwd'"),
+    "adapters": ([{"path": "high=/etc/shadow", "scale": 1.0, "sha256": ""}], "--adapter 'high=/etc/shadow:1.0'"),
+    "conditioning": (
+        [
+            {"path": "/proc/self/environ\x1b[2J", "kind": "keyframe", "frame": 2},
+            {"path": "/dev/zero", "mask": "/dev/tty"},
+        ],
+        "--keyframe '2:/proc/self/environ\\x1b[2J' --continue_video '/dev/zero' --mask '/dev/tty'",
+    ),
+}
+"""Values of a stranger's record -> the options for them, as the refusal lists them."""
+
+
+def test_a_stranger_s_video_opens_no_file(bundle_dir, videos, tmp_path, capsys, monkeypatch):
+    """Alone, and in addition to the user's own checkpoint; types that a record of ours never has are refused too."""
+    opened = []
+    for module in ("outputs.adapters_of", "conditioning_files.sha256_of", "command.open_bundle"):
+        monkeypatch.setattr(f"megadit.infer.generate.{module}", lambda *paths: opened.append(paths) or 1 / 0)
+    ours = videos[1].record()
+
+    def refused(*more: str, **values: object) -> str:
+        write_video(tmp_path / "a.mp4", videos[1].video, 8, metadata={"comment": json.dumps(ours | values)})
+        assert main(["--repeat", str(tmp_path / "a.mp4"), *more]) == 2 and not opened
+        return capsys.readouterr().err
+
+    for name, (value, options) in STRANGE.items():
+        error = refused(*(["--checkpoint_path", str(bundle_dir)] if name != "checkpoint_path" else []), **{name: value})
+        assert error.count("\n") == 1 and error.rstrip().endswith(
+            f"add --recorded_files, else give your own: {options}"
+        )
+    every = refused(**{name: value for name, (value, _) in STRANGE.items()})
+    assert all(options in every for _, options in STRANGE.values())
+    for values in ({"checkpoint_path": 0}, {"prompt": 3}, {"seed": "x"}, {"conditioning": 3}, {"adapters": ["a"]}):
+        error = refused("--recorded_files", **values)
+        assert error.count("\n") == 1 and "--repeat=" in error, values
+
+
 def test_what_was_saved_from_python_is_made_again(pipeline, videos, tmp_path, capsys):
     path = videos[1].save(tmp_path / "two.mp4")
-    assert main(["--repeat", str(path), "--video_save_path", str(tmp_path / "again.mp4")]) == 0
+    assert main(["--repeat", str(path), "--video_save_path", str(tmp_path / "again.mp4"), "--recorded_files"]) == 0
     assert np.array_equal(read_video(tmp_path / "again.mp4")[0], read_video(path)[0])
     assert read_record(str(tmp_path / "again.mp4")) == read_record(str(path))
     first = ConditioningItem(frames=videos[0].video[:1], kind="first_frame")
     (given,) = pipeline(["a two"], conditioning=first)
-    repeat = ["--repeat", str(given.save(tmp_path / "given.mp4")), "--video_save_path", str(tmp_path / "more.mp4")]
+    repeat = ["--repeat", str(given.save(tmp_path / "given.mp4")), "--recorded_files", "--video_save_path"]
+    repeat += [str(tmp_path / "more.mp4")]
     assert main(repeat) == 2
     assert "its first_frame came from Python and is in no file; pass it as an option" in capsys.readouterr().err
     write_video(tmp_path / "first.png", videos[0].video[:1])

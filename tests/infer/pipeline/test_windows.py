@@ -85,7 +85,7 @@ def test_a_long_video_is_one_file_that_can_be_repeated(able_dir, tmp_path, monke
     assert main([*options, *prompts, "--video_save_path", "long.mp4"]) == 0
     frames, fps = read_video("long.mp4")
     assert (len(frames), fps) == (14, 8)
-    assert main(["--repeat", "long.mp4", "--device", "cpu", "--video_save_path", "again.mp4"]) == 0
+    assert main(["--repeat", "long.mp4", "--device", "cpu", "--video_save_path", "again.mp4", "--recorded_files"]) == 0
     assert np.array_equal(read_video("again.mp4")[0], frames)
 
 

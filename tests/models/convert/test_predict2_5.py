@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -40,17 +41,17 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 PROMPT, NEGATIVE, STEPS, LENGTH = "a red seven moving left", "a blue robot", 10, 512
 SIZE = {"num_frames": 9, "height": 32, "width": 48}
 LAYERS, WIDTH = 3, 16
-TEMPLATE = "{% for turn in messages %}<|start|>{{ turn.role }} {{ turn.content[0].text }} <|end|>{% endfor %}"
-"""Qwen's, in short."""
+TEMPLATE = "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content[0].text }}<|im_end|>\n{% endfor %}"
+"""Qwen's, for texts alone."""
 
 
 def write_words(path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    known = ["<|pad|>", "<|unk|>", "<|start|>", "<|end|>", "system", "user", "You", "helpful", "image", *WORDS]
+    known = ["<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>", "system", "user", "You", "helpful", "image", *WORDS]
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<|unk|>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"additional_special_tokens": ["<|start|>", "<|end|>"]}
+    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<|pad|>", unk_token="<|unk|>", **special
     )
@@ -107,6 +108,16 @@ def test_states_equal_diffusers(pipeline):
     assert encoder.dim == LAYERS * WIDTH and features.length_B.tolist() == [LENGTH] * 3
     torch.testing.assert_close(features.features_BLE, expected[[0, 1, 0]], rtol=1e-5, atol=1e-5)
     assert distance(expected[:1], expected[1:]) > 1e-2, "negative control: words must matter"
+
+
+def test_no_template_of_a_tokenizer_is_run(pipeline, tmp_path):
+    _, path = pipeline
+    shutil.copytree(path, tmp_path / "hostile")
+    (tmp_path / "hostile/tokenizer/chat_template.jinja").write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'a' * 99999 }}{% endfor %}{% endfor %}"
+    )
+    theirs, ours = (encoder_of(place)._tokens(PROMPT) for place in (tmp_path / "hostile", path))
+    assert torch.equal(theirs, ours)
 
 
 def test_what_is_too_long_is_cut_with_a_warning(pipeline):

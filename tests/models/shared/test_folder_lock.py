@@ -8,11 +8,17 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from megadit.models.shared import folder_lock
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.folder_lock import FILE, FolderLock
+from megadit.train.data.prepare import command as prepare
+from megadit.train.distill import command as distill
+from megadit.train.reward import command as reward
+from megadit.train.slurm import __main__ as slurm
 
 HOLDER = """
 import sys, time
@@ -51,6 +57,27 @@ def test_a_second_writer_is_refused_and_told_of_the_first(tmp_path, holder):
     with FolderLock(tmp_path / "run", "trains"):
         pass
     assert not (tmp_path / "run").exists(), "what it made for nothing is gone"
+
+
+def test_each_command_that_writes_a_folder_for_long_has_it_alone(tmp_path, capsys):
+    """Training, export and evaluation: train/test_left_alone.py, export/test_export.py, evaluate/test_command.py."""
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)).save(tmp_path / "pictures/a.png")
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer/scorer.py").touch()
+    out, tokenizer = str(tmp_path / "out"), ["--sizes", "64x64", "--num_workers", "0", "--channels", "16"]
+    scoring = ["--prompts", str(tmp_path / "a.txt"), "--scorer_dir", str(tmp_path / "scorer")]
+    for main, path, words in (
+        (distill.main, None, ["bundle", out, "--data", "data"]),
+        (reward.main, None, ["bundle", out, *scoring]),
+        (slurm.main, None, [f"folder={out}", "cluster.gpus_per_node=0", "stages.a.command=ls", "--local"]),
+        (prepare.main, tmp_path / ".out.lock", ["images", str(tmp_path / "pictures"), out, *tokenizer]),
+    ):
+        with FolderLock(out, "works", path=path):
+            assert main(words) == 2
+            error = capsys.readouterr().err
+        assert f"{out} is in use: process {os.getpid()} on" in error and error.count("\n") == 1, (words, error)
 
 
 def test_a_killed_holder_is_followed_at_once(tmp_path, holder, capsys):

@@ -1,20 +1,28 @@
 """Links in a folder that somebody else filled are not followed out of it, whichever command reads the folder."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import megadit.models
 from megadit.export.build import _check_place
 from megadit.infer.evaluate.videos import open_videos
+from megadit.infer.media.reader import MediaReader
 from megadit.infer.media.video_io import write_video
 from megadit.infer.pictures import picture_files
 from megadit.models.commands.push_pull import push_bundle
+from megadit.models.diffusion.conditioning_settings import MediaLimits
+from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import check_own, files_under, leads_out, walk
 from megadit.models.storage.license import find_license
 from megadit.serve.repository.model_files import write_model
+from tests.serve.media import GIF
 
 
 @pytest.fixture
@@ -95,3 +103,23 @@ def test_readers_of_pictures_read_none_from_outside(folder, tmp_path):
     (folder / "a.txt").symlink_to(tmp_path / "secret.txt")
     assert files_under(folder) == [folder / "a.png"] == list(picture_files([folder]))
     assert [part.prompts for part in open_videos(folder).parts] == [("",)]
+
+
+def test_no_process_of_ours_imports_from_the_current_folder(tmp_path, monkeypatch):
+    """`python -m` does by default: a command in a folder of somebody else's data would run its `json.py`."""
+    for name in ("json", "numpy", "yaml", "av", "torch", "megadit"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    reader = MediaReader(MediaLimits())
+    try:
+        assert reader.num_pixels(GIF)
+    finally:
+        reader.close()
+    run_module("megadit.models.shared.cli.verbs", "--help")
+    assert not (tmp_path / "ran").exists()
+    subprocess.run([sys.executable, "-m", "json.tool", "--help"], capture_output=True)
+    assert (tmp_path / "ran").exists(), "as it is without this"
+    root = Path(megadit.models.__path__[0]).parent
+    product = [file for name in ("export", "infer", "models", "serve", "train") for file in (root / name).rglob("*.py")]
+    starts = {str(file.relative_to(root)) for file in product if "sys.executable" in file.read_text()}
+    assert starts == {"models/shared/cli/signals.py", "train/slurm/scripts.py"}

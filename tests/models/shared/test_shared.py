@@ -135,6 +135,26 @@ def test_atomic_directory_replaces_the_old_one_only_when_complete(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_writers_of_one_directory_the_last_one_stays(tmp_path, monkeypatch, is_first):
+    """The other one's takes the place after the old one was moved away (or, at first, looked for)."""
+    target, replace, seen = tmp_path / "made", os.replace, []
+    if not is_first:
+        target.mkdir()
+        (target / "old").touch()
+
+    def replaced(source, path):
+        if path == target and not seen.append(path) and len(seen) == 1:
+            target.mkdir()
+            (target / "other").touch()
+        replace(source, path)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with atomic_directory(target) as temporary:
+        (temporary / "ours").touch()
+    assert [path.name for path in target.iterdir()] == ["ours"] and os.listdir(tmp_path) == ["made"]
+
+
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"), atomic_directory(tmp_path / "file"):

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import types
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from megadit.infer.inspect.info import _read_run_config, describe_blend
 from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.shared.errors import UserError
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
@@ -362,6 +365,35 @@ def test_a_file_has_nothing_looked_up_outside_of_it(tmp_path, value):
         resolve_config(config_file=path)
     path.write_text("recipe: digits\ntrain:\n  output_dir: run-${train.seed}\n  seed: 7\n")
     assert resolve_config(config_file=path).train.output_dir == "run-7"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("train: " + "[" * 3000 + "]" * 3000, "more than 100 lists and objects within one another"),
+        (
+            "train:\n" + "".join(f"  a{n}: " + f"${{train.a{n + 1}}}" * 10 + "\n" for n in range(9)),
+            "grow without end",
+        ),
+        (
+            "a: &a [x, x, x, x, x, x]\n" + "".join(f"{y}: &{y} [{f'*{x}, ' * 9}]\n" for x, y in pairwise("abcdefg")),
+            "is not valid YAML",
+        ),
+        (None, "is longer than"),
+    ],
+    ids=["deep", "references", "aliases", "holes"],
+)
+def test_a_small_file_does_not_grow(tmp_path, text, reason):
+    path = tmp_path / "config.yaml"
+    path.write_text(text or "")
+    if text is None:
+        os.truncate(path, 1 << 42)
+    for read in (lambda path: resolve_config(config_file=path), load_config, _read_run_config, describe_blend):
+        with pytest.raises(UserError) as raised:
+            read(path)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match=reason):
+        resolve_config(config_file=path)
 
 
 @pytest.mark.parametrize(

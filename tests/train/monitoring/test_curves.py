@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,6 +37,16 @@ def test_what_was_read_is_not_read_again(tmp_path):
     told = path.read_text()
     path.write_text(told.replace("3.0", "9.9") + 'ss": 2.0}\n')  # a reader of all would see 9.9
     assert metrics.read() == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "3", "{}", "{", None])
+def test_a_stranger_s_line_is_one_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n" if line else "")
+    if line is None:
+        os.truncate(tmp_path / "metrics.jsonl", 1 << 40)
+    with pytest.raises(UserError, match="has a line that is no record of a step|is longer than") as raised:
+        curves.MetricsFile(tmp_path / "metrics.jsonl").read()
+    assert "\n" not in str(raised.value)
 
 
 def test_smoothing_is_a_mean_over_the_past():

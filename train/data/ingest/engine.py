@@ -5,6 +5,7 @@ command itself. The resulting bytes are the same, and Ray restarts a task that d
 All machines must see the source and the output under the same paths.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ def start_ray() -> Any:
     except ModuleNotFoundError:
         raise UserError("--engine ray needs Ray; pip install 'megadit[ray]'") from None
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False)
+        with contextlib.chdir("/"):  # workers import from the folder that is current here, before any other
+            ray.init(log_to_driver=False, include_dashboard=False)
     return ray
 
 

@@ -24,7 +24,7 @@ from megadit.train.data.ingest.plan import Skip
 from megadit.train.data.ingest.sources.download import Downloads, download_all
 from megadit.train.data.ingest.sources.files import open_folder
 from megadit.train.data.ingest.sources.listing import Listing, Reading, counted
-from megadit.train.data.ingest.sources.rows import parquet_rows, read_parquet
+from megadit.train.data.ingest.sources.parquet import count_rows, read_parquet
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, extension_of
 from megadit.train.data.ingest.sources.webdataset import list_shards
 from megadit.train.data.ingest.workers import Workers
@@ -95,7 +95,8 @@ class Tables:
             links = sum(reason == LEADS_OUT for reason in folder.not_used.values())
             why = f": {links:,} x {LEADS_OUT}" if links else ""
             raise UserError(f"{self.root} holds no Parquet files of a split {self.split!r}{why}")
-        return [(path, parquet_rows(path)) for path in map(folder.path, names)]
+        paths = list(map(folder.path, names))
+        return list(zip(paths, count_rows(paths), strict=True))
 
     def _range(self, unit: int) -> range:
         every = sum(count for _, count in self._files)

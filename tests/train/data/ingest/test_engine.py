@@ -1,12 +1,13 @@
 """A preparation as tasks of Ray leaves what one process leaves."""
 
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.engine import share
+from megadit.train.data.ingest.engine import share, start_ray
 from megadit.train.data.prepare import command as prepare
 
 OPTIONS = ("--sizes", "64x64", "--num_frames", "9", "--num_workers", "0", "--channels", "16")
@@ -44,6 +45,14 @@ def test_tasks_of_ray_leave_the_same_bytes(ray, videos, tmp_path, capsys):
     many = ["--engine", "ray", "--stages", "fetch", "--num_workers", "5"]  # no node has five cores
     assert prepare.main(["videos", str(videos), str(tmp_path / "many"), *OPTIONS, *many]) == 0
     assert "fetch: 1 tasks of Ray" in capsys.readouterr().out
+
+
+def test_workers_of_ray_do_not_import_from_the_current_folder(monkeypatch):
+    """They would before anything else: it may be somebody else's data, and hold a module of the name `pyarrow`."""
+    seen, before = [], os.getcwd()
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: seen.append(os.getcwd()))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert start_ray() is ray and seen == ["/"] and os.getcwd() == before
 
 
 @pytest.mark.parametrize("engine", ["none", "ray"])

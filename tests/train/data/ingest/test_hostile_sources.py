@@ -12,13 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from megadit.infer.decoding.rules import UnusableSourceError
+from megadit.infer.decoding.pictures import _readable_formats, read_picture
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.models.machine import peak_memory, reset_peak_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_archive import read_archive
 from megadit.train.data.ingest.clips.decode import read_image
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.sources.importers import UnreadableTensorError, as_tensor, read_pickle, read_pth
+from megadit.train.data.ingest.sources.parquet import count_rows
 from megadit.train.data.ingest.sources.rows import read_table
 from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.ingest.sources.webdataset import list_webdataset
@@ -124,6 +126,42 @@ def test_values_that_are_no_python_s_are_one_line(tmp_path):
     assert [row["caption"] for row in read_table(str(tmp_path / "a.json"))] == ["a"]
 
 
+@pytest.mark.parametrize("name", ["a long value", "a value of many rows", "a long list"])
+def test_a_small_parquet_takes_little_memory(tmp_path, name, monkeypatch):
+    """Each is of less than 20 kB, and takes more memory than it may, in a process of its own."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    value, size = pyarrow.array([bytes(1 << 22)], pyarrow.binary()), 1 << 25
+    column = {
+        "a long value": lambda: pyarrow.array([bytes(size)], pyarrow.binary()),
+        "a value of many rows": lambda: pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 32), value),
+        "a long list": lambda: pyarrow.ListArray.from_arrays([0, size], pyarrow.nulls(size, pyarrow.int8())),
+    }[name]()
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"file_name": ["a.jpg"] * len(column), "more": column})
+    parquet.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 20_000 and count_rows([str(path)]) == [len(column)]
+    monkeypatch.setattr("megadit.train.data.ingest.sources.parquet.MOST_MEMORY", 1 << 26)
+    with pytest.raises(UserError, match=r"a.parquet cannot be read: a row takes more than 67,108,864 bytes") as raised:
+        list(read_table(str(path)))
+    assert "\n" not in str(raised.value)
+    monkeypatch.setattr("megadit.train.data.ingest.sources.parquet.MOST_MEMORY", 1 << 30)
+    with pytest.raises(UserError, match=r"1 rows have [0-9,]* bytes, over 100 times what they have in the file"):
+        list(read_table(str(path)))  # else a file of bytes would fill the disk
+    parquet.write_table(pyarrow.table({"file_name": ["a.jpg"]}), path)
+    assert list(read_table(str(path))) == [{"file_name": "a.jpg"}], "the control"
+
+
+def test_a_small_parquet_has_no_million_rows_and_a_reader_that_dies_is_one_line(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"url": pyarrow.nulls(10**6, pyarrow.string())}), tmp_path / "a.parquet")
+    for read in (lambda path: list(read_table(path)), lambda path: count_rows([path])):
+        with pytest.raises(UserError, match=r"a.parquet cannot be read: it says that its .* bytes have 1,000,000 rows"):
+            read(str(tmp_path / "a.parquet"))
+    monkeypatch.setattr("megadit.train.data.ingest.sources.parquet.python_module", lambda *_: ["sh", "-c", "exit 1"])
+    with pytest.raises(UserError, match="a.parquet cannot be read: its reader crashed, or took too long"):
+        count_rows([str(tmp_path / "a.parquet")])
+
+
 def test_an_archive_that_leads_back_ends(tmp_path, picture):
     """A member of negative size would be read again and again."""
     member = tarfile.TarInfo("a.jpg")
@@ -166,6 +204,26 @@ def test_a_small_webp_is_asked_for_its_size_before_it_is_opened(tmp_path, conten
     monkeypatch.setattr(Image, "open", opened)
     with pytest.raises(UnusableSourceError, match="too large: .* pixels; at most 100 megapixels"):
         read_image(Source(name="a", kind="image", path=str(tmp_path / "a.webp")), Settings())
+
+
+def test_no_format_of_pictures_announces_more_than_it_may():
+    """320 x 208 pixels whose header says 60,000 x 60,000, wherever it has numbers."""
+    reset_peak_memory(CPU)
+    before, tried = peak_memory(CPU), 0
+    for kind in _readable_formats():
+        buffer = io.BytesIO()
+        try:
+            Image.new("RGB", (320, 208)).save(buffer, kind)
+        except (OSError, KeyError):  # it can only be read
+            continue
+        content = buffer.getvalue().replace(b"320 208", b"60000 60000")
+        for form in (">I", "<I", ">H", "<H"):
+            for size in (320, 208):
+                content = content.replace(struct.pack(form, size), struct.pack(form, 60_000))
+        with pytest.raises(UnusableSourceError, match="^(too large|broken): "):
+            read_picture(io.BytesIO(content), Rules(), (kind,))
+        tried += 1
+    assert tried >= 8 and peak_memory(CPU) - before < 1 << 29
 
 
 def leaping_pickle() -> bytes:

@@ -3,8 +3,7 @@
 import csv
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -12,6 +11,7 @@ from megadit.models.shared.captions import caption_columns, encoding_of, file_co
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import open_file
+from megadit.train.data.ingest.sources.parquet import read_parquet
 
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = ",;\t|"
@@ -128,45 +128,3 @@ def _row(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} cannot be read: a line is {ascii(value)[:60]}, not an object of names and values")
     return value
-
-
-def parquet_rows(path: str) -> int:
-    """Number of rows of a Parquet file; raises as `read_parquet`."""
-    with _open_parquet(path) as table:
-        return table.metadata.num_rows
-
-
-def read_parquet(path: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows from `start` to `stop` of a Parquet file; only the row groups that hold them are read.
-
-    Raises:
-        UserError: if it is none, or broken, or pyarrow is missing.
-    """
-    with _open_parquet(path) as table:
-        stop = table.metadata.num_rows if stop is None else stop
-        ends = list(accumulate(table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)))
-        starts = [0, *ends[:-1]]
-        groups = [n for n, (first, end) in enumerate(zip(starts, ends, strict=True)) if first < stop and end > start]
-        number = starts[groups[0]] if groups else 0
-        for batch in table.iter_batches(batch_size=64, row_groups=groups):
-            rows = batch.slice(max(0, start - number), max(0, stop - max(start, number)))
-            number += len(batch)
-            yield from rows.to_pylist()
-
-
-@contextmanager
-def _open_parquet(path: str) -> Iterator[Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        name = PurePosixPath(path).name
-        raise UserError(f"reading {name} needs the library pyarrow; pip install 'megadit[tables]'") from None
-    try:
-        with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
-            yield table
-    except UserError:
-        raise
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
-        # the last of them for values that Python has none of: times of the year 100,000, or of unknown zones
-        raise UserError(f"{path} cannot be read: {error}") from None
