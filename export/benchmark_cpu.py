@@ -39,7 +39,7 @@ from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.machine import describe, describe_in_words
-from megadit.models.ops.crossover import use_measured
+from megadit.models.ops.crossover import apply_crossovers
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -189,12 +189,12 @@ def show(timed: list[Timed]) -> None:
 def main(options: BenchmarkOptions) -> None:
     """Runs `megadit benchmark cpu`; returns its exit code."""
     options.set_threads()
-    use_measured()
+    apply_crossovers()
     timed = measure(COSMOS, options.rounds)
     about = describe(CPU)
     show(timed)
     print(describe_in_words(about))
     if options.json:
-        figures = [asdict(one) | {"ratio": statistics.median(one.ratios)} for one in timed]
-        write_json(options.json, {"machine": about, "contestants": figures})
+        rows = [asdict(one) | {"ratio": statistics.median(one.ratios)} for one in timed]
+        write_json(options.json, {"machine": about, "contestants": rows})
         print(options.json)

@@ -184,7 +184,7 @@ def variant_findings() -> list[Finding]:
         return []
     from megadit.models.ops import crossover, tiled_attention  # noqa: F401  the ops have the crossovers
 
-    crossover.use_measured()
+    crossover.apply_crossovers()
     return [Finding(name=name, found=found, enables="") for name, found in crossover.describe_crossovers().items()]
 
 

@@ -1,7 +1,7 @@
 """Sizes from which a variant is faster than the one after it: measured once for a machine, and kept.
 
 Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set,
-number of threads and size. `use_measured` times both in turns, in some 0.3 s, and keeps what it found in the
+number of threads and size. `apply_crossovers` times both in turns, in some 0.3 s, and keeps what it found in the
 user's cache. Until then, where nothing can be written, and with MEGADIT_VARIANTS=rule, a rule decides.
 """
 
@@ -21,7 +21,7 @@ from megadit.models.shared.files import cache_folder, held_alone, read_json, wri
 CROSSOVERS: dict[str, "Crossover"] = {}
 """All of them by name."""
 NEVER = math.inf
-NUM_PAIRS = 5
+NUM_ROUNDS = 5
 MARGIN = 0.1
 """Logarithm of a ratio, summed over sizes, below which the rule stays: noise would change last bits."""
 INSTRUCTIONS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -60,7 +60,7 @@ class Crossover:
         self.size = self._rule() if size is None else size
 
 
-def use_measured() -> None:
+def apply_crossovers() -> None:
     """Sets all sizes for this process's processor, instructions and threads, measured by the first one that asks."""
     if os.environ.get("MEGADIT_VARIANTS") == "rule":
         return
@@ -106,7 +106,7 @@ def _read(path: os.PathLike, machine: str) -> dict[str, float] | None:
 def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
     """Processor time of ours / theirs, the least of each, in turns: neighbours and changes of clock slow both."""
     ours(), theirs()
-    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(NUM_PAIRS)]
+    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(NUM_ROUNDS)]
     return min(ours for ours, _ in pairs) / min(theirs for _, theirs in pairs)
 
 

@@ -17,7 +17,7 @@ from megadit.models.lora.adapters import draw_dropout
 from megadit.models.machine import multiplies
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
-from megadit.models.ops.crossover import use_measured
+from megadit.models.ops.crossover import apply_crossovers
 from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.memory import check_memory_fits
@@ -115,7 +115,7 @@ def start_processes(config: RunConfig) -> Groups:
     _set_matmul_precision(config.train.matmul_precision)
     if not torch.cuda.is_available():
         keep_freed_memory()
-        use_measured()
+        apply_crossovers()
     return process_groups.initialize(config.parallel.sizes, config.model)
 
 

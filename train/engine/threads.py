@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from megadit.models.ops.crossover import use_measured
+from megadit.models.ops.crossover import apply_crossovers
 from megadit.models.shared.cores import asked_threads
 from megadit.train.config.schema import RunConfig
 
@@ -50,7 +50,7 @@ class Threads:
 
     def _set(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        use_measured()  # which variants are faster depends on it
+        apply_crossovers()  # which variants are faster depends on it
 
 
 # --- Reuse of freed CPU memory in the next step -----------------------------------------------------------------------

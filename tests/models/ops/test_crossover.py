@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megadit.models.ops import crossover, linear
 from megadit.models.ops.batch_attention import batch_attention
-from megadit.models.ops.crossover import CROSSOVERS, NEVER, Crossover, describe_crossovers, use_measured
+from megadit.models.ops.crossover import CROSSOVERS, NEVER, Crossover, apply_crossovers, describe_crossovers
 
 SIZES = (10, 20, 40)
 
@@ -77,7 +77,7 @@ def test_real_races_take_part_in_the_clock_of_processors(monkeypatch):
 
 
 def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
-    use_measured()
+    apply_crossovers()
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS)
     assert {one.size for one in CROSSOVERS.values()} == {SIZES[0]}
     file = tmp_path / "megadit" / "variants.json"
@@ -86,13 +86,13 @@ def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
         assert part in machine
     for one in CROSSOVERS.values():
         one.use(None)
-    use_measured()
+    apply_crossovers()
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS) and linear.PRODUCT.size == SIZES[0]
 
 
 @pytest.mark.parametrize("what", ["threads", "instructions", "name"])
 def test_another_machine_is_measured_by_itself(ratios, tmp_path, monkeypatch, what):
-    use_measured()
+    apply_crossovers()
     ratios[linear.PRODUCT.name] = dict.fromkeys(SIZES, 2.0)
     if what == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
@@ -100,7 +100,7 @@ def test_another_machine_is_measured_by_itself(ratios, tmp_path, monkeypatch, wh
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     else:
         monkeypatch.setattr(crossover, "processor", lambda: "another")
-    use_measured()
+    apply_crossovers()
     assert linear.PRODUCT.size == NEVER and linear.WITH_GELU.size == SIZES[0]
     assert describe_crossovers()[linear.PRODUCT.name] == "never"
     assert len(json.loads((tmp_path / "megadit" / "variants.json").read_text())) == 2
@@ -112,7 +112,7 @@ def test_a_damaged_cache_is_measured_again(ratios, tmp_path, content):
     file.parent.mkdir()
     content = content.replace("MACHINE", json.dumps(crossover._machine()))
     file.write_text(content.replace("OF_TEXT", json.dumps(dict.fromkeys(CROSSOVERS, "2"))))
-    use_measured()
+    apply_crossovers()
     assert ratios["races"] and linear.PRODUCT.size == SIZES[0]
     assert json.loads(file.read_text())[crossover._machine()][linear.PRODUCT.name] == SIZES[0]
 
@@ -120,11 +120,11 @@ def test_a_damaged_cache_is_measured_again(ratios, tmp_path, content):
 def test_without_a_cache_a_rule_decides(ratios, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    use_measured()
+    apply_crossovers()
     assert not ratios["races"] and linear.PRODUCT.size == linear.PRODUCT._rule()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("MEGADIT_VARIANTS", "rule")
-    use_measured()
+    apply_crossovers()
     assert not ratios["races"] and not (tmp_path / "megadit").exists()
 
 

@@ -38,7 +38,7 @@ captions do not compress further."""
 def count_rows(paths: Sequence[str]) -> list[int]:
     """Number of rows of each Parquet file; raises as `read_parquet`."""
     counts: list[int] = []
-    for count in _answers({"count": list(paths)}, lambda: paths[len(counts)]):
+    for count in _replies({"count": list(paths)}, lambda: paths[len(counts)]):
         counts.append(count)
     return counts
 
@@ -49,10 +49,10 @@ def read_parquet(path: str, start: int = 0, stop: int | None = None) -> Iterator
     Raises:
         UserError: if it is none, or broken; if reading it takes too much memory or time; if pyarrow is missing.
     """
-    return _answers({"path": path, "start": start, "stop": stop}, lambda: path)
+    return _replies({"path": path, "start": start, "stop": stop}, lambda: path)
 
 
-def _answers(question: dict[str, Any], path: Any) -> Iterator[Any]:
+def _replies(question: dict[str, Any], path: Any) -> Iterator[Any]:
     """The answers of a new process; `path` returns the file that it is reading."""
     if find_spec("pyarrow") is None:
         name = PurePosixPath(path()).name
@@ -154,8 +154,8 @@ def main() -> None:
     import pyarrow.parquet  # noqa: F401  before the limit, which is for what files take
 
     memory = int(sys.argv[1])
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + memory,) * 2)
+    is_running = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (is_running + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print; stdout is for answers
