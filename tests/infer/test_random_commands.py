@@ -72,6 +72,7 @@ OPTIONS = {
     "dry_run": lambda choose: [],
     "device_memory": one(NUMBERS),
     "even_if_too_large": lambda choose: [],
+    "recorded_files": lambda choose: [],
     "total_frames": one(["9", "17", "40", "0", "-2", "2.5", "", "many"]),  # any number is made, however long it takes
     "story": lambda choose: [],
     "keep_first": lambda choose: [],

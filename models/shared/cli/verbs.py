@@ -110,7 +110,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "make it fast": (
         *("distill", "reward", "tune-sampler", "calibrate-cache", "check-cache", "export"),
-        *("benchmark train", "benchmark growth", "benchmark scaling", "benchmark generate"),
+        *("benchmark train", "benchmark growth", "benchmark scaling", "benchmark cpu", "benchmark generate"),
     ),
     "serve": (
         *("serve build-repository", "serve run", "serve up", "serve gateway", "serve keys", "serve webhooks"),

@@ -472,7 +472,7 @@ def test_convert_there_and_back(bundle_dir, one, tmp_path, capsys):
     assert convert([one, str(tmp_path / "half.safetensors"), "--dtype", "bfloat16", "--base", str(bundle_dir)]) == 0
     assert read_adapter(tmp_path / "half.safetensors").base == read_adapter(one).base
     assert convert([one, str(tmp_path / "x"), "--to", "diffusers"]) == 2
-    assert "leave out all options but --base and --dtype" in capsys.readouterr().err
+    assert "leave out all other options but --base and --dtype" in capsys.readouterr().err
     assert convert([str(bundle_dir), str(tmp_path / "x"), "--base", str(bundle_dir)]) == 2
 
 
