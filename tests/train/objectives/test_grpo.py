@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.diffusion.noise import Stream, latent_noise
+from megadit.infer.sampling.samplers import euler, noisy_steps, settings_randomness
+from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.embeddings import token_sequence
+from megadit.train.config.distill import DistillConfig
+from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.training_sample import State, TrainingSample
 from megadit.train.objectives.noise_levels import sampling_noise
 from megadit.train.objectives.registry import OBJECTIVES
 from tests.train.objectives.exact import MODEL, networks, of_normal, pack, sigma_of
@@ -95,3 +100,47 @@ def test_noise_of_a_step_is_that_of_the_sampler():
         here = batch.layout.on("cpu").segment_of_token_S == number
         noise = latent_noise(batch.extra_G["seed_key"][number : number + 1], (5, *shape), stream=Stream.STEP + 5)
         assert torch.equal(sampling_noise(batch, SIZED, Stream.STEP + 5)[here], token_sequence(noise, SIZED))
+
+
+@pytest.mark.parametrize("wish", [1.0, -1.0])
+def test_a_step_along_the_gradient_makes_what_is_rewarded(wish):
+    """Videos of normal data by the sampler itself; rewarded is a high mean, or a low one."""
+    sigmas, count, shape = torch.tensor([20.0, 5.0, 1.0, 0.3, 0.0], dtype=torch.float64), 300, (5, 1, 2, 2)
+    seeds, steps = torch.tensor([seed_key(number) for number in range(count)]), noisy_steps(sigmas, eta=1.0)
+    sizes = {"num_steps": 4, "guidance": 1.0, "num_frames": 1, "height": 2, "width": 2, "fps": 8}
+    settings = SamplingSettings(sampler="euler", eta=1.0, **sizes)
+    states: list[torch.Tensor] = []
+
+    def denoise(x, sigma_B):
+        states.append(x)
+        variance = sigma_B[0] ** 2
+        return (0.25 * x + 0.7 * variance) / (0.25 + variance)  # POLICY
+
+    (randomness,) = settings_randomness(settings, seeds, shape)
+    videos = euler(denoise, 20 * latent_noise(seeds, shape).double(), sigmas, randomness)
+    means = wish * videos.mean((1, 2, 3, 4))
+    rewards = 0.5 + 0.5 * ((means - means.mean()) / means.std()).clamp(-1, 1)
+    samples = [
+        TrainingSample(
+            sample_id=f"{number} {step.sigma}",
+            occurrence=0,
+            latent_CTHW=videos[number].float(),
+            state=State(state[number].float(), *step),
+            text_LE=torch.zeros(1, 4),
+            fps=0.0,
+            seed=number,
+            reward=rewards[number].item(),
+        )
+        for state, step in zip(states, steps, strict=False)
+        for number in range(count)
+    ]
+    tokens = 4 * len(samples)
+    model = replace(SIZED, crossattn_emb_size=4)
+    about = {"seq_length": tokens, "text_seq_length": len(samples), "seed": 0, "text_dropout": 0.0}
+    batch = PackFormat(model=model, extras=DistillConfig(teacher="", objective="flow_grpo").extras, **about).pack(
+        samples
+    )
+    value = torch.zeros((), requires_grad=True)
+    of = networks("flow_grpo", lambda *asked: POLICY(*asked) + value, POLICY, model=model)
+    gradient = torch.autograd.grad(OBJECTIVES["flow_grpo"](of, batch).objective / tokens, value)[0]
+    assert -wish * gradient > 0.02, "every D that is moved this way moves the videos"
