@@ -67,13 +67,18 @@ def apply_crossovers() -> None:
     path, machine = cache_folder() / "variants.json", _machine()
     known = _read(path, machine)
     if known is None:
-        with suppress(UserError, OSError), held_alone(path.with_suffix(".lock")), torch.no_grad():
-            known = _read(path, machine)
-            if known is None:
-                known = {name: crossover.measure() for name, crossover in CROSSOVERS.items()}
-                write_json(path, _read_all(path) | {machine: known})
+        with suppress(UserError, OSError), held_alone(path.with_suffix(".lock")):
+            known = _read(path, machine) or _measure(path, machine)
     for name, crossover in CROSSOVERS.items():
         crossover.use((known or {}).get(name))
+
+
+def _measure(path: os.PathLike, machine: str) -> dict[str, float]:
+    """Measure all sizes, and keep them; the caller's random numbers stay as they were."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        found = {name: crossover.measure() for name, crossover in CROSSOVERS.items()}
+    write_json(path, _read_all(path) | {machine: found})
+    return found
 
 
 def describe_crossovers() -> dict[str, str]:

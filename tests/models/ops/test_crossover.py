@@ -117,6 +117,24 @@ def test_a_damaged_cache_is_measured_again(ratios, tmp_path, content):
     assert json.loads(file.read_text())[crossover._machine()][linear.PRODUCT.name] == SIZES[0]
 
 
+def test_a_measurement_draws_none_of_the_callers_random_numbers(monkeypatch):
+    monkeypatch.setattr(crossover, "NUM_ROUNDS", 1)
+    torch.manual_seed(0)
+    expected = torch.randn(3)
+    torch.manual_seed(0)
+    apply_crossovers()
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_what_cannot_be_kept_is_not_used(ratios, monkeypatch):
+    def full(path, values):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(crossover, "write_json", full)
+    apply_crossovers()
+    assert ratios["races"] and linear.PRODUCT.size == linear.PRODUCT._rule() != SIZES[0]
+
+
 def test_without_a_cache_a_rule_decides(ratios, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
