@@ -32,6 +32,7 @@ from megadit.infer.benchmarks.beside_diffusers import (
     networks,
     training_steps,
 )
+from megadit.infer.benchmarks.profile import in_turns
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.infer.runtimes.onnx import OnnxNetwork
 from megadit.infer.runtimes.openvino import OpenVinoNetwork
@@ -39,11 +40,11 @@ from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.machine import describe, describe_in_words
+from megadit.models.networks.conditioning import Conditioning
 from megadit.models.ops.crossover import apply_crossovers
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.progress import Progress
 
 SIGMA = 1.0
 BASELINE = "diffusers, torch"
@@ -66,18 +67,18 @@ class Timed:
 
 
 class DiffusersDenoiser(nn.Module):
-    """D(x; sigma) by diffusers' Cosmos network, behind the same preconditioning as ours."""
+    """D(x; sigma) by diffusers' network, behind the same preconditioning as ours."""
 
     def __init__(self, setting: Setting, network: nn.Module) -> None:
         super().__init__()
-        self.network, self._setting = network, setting
+        self.network, self._call = network, setting.call_theirs
         self._scalings = parameterization_of(setting.config).scalings
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         c_skip, c_out, c_in, c_noise = self._scalings(sigma.reshape(-1, 1, 1, 1, 1))
-        time_B = c_noise.flatten()
-        prediction = self.network(c_in * x, time_B, text, fps=24, return_dict=False)[0]
-        return c_skip * x + c_out * prediction
+        unread_B = torch.zeros_like(sigma)
+        inputs = Inputs(c_in * x, c_noise.flatten(), Conditioning(text, unread_B.long(), unread_B))
+        return c_skip * x + c_out * self._call(self.network, inputs)
 
 
 def contestants(setting: Setting, folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -142,13 +143,13 @@ def measure(setting: Setting, rounds: int) -> list[Timed]:
         calls = dict(contestants(setting, Path(folder)))
         exact = {who: calls[f"{who}, torch"]() for who in ("diffusers", "megadit")}
         errors = {name: _error(call(), exact[name.partition(",")[0]]) for name, call in calls.items()}
-        seconds = _in_turns(calls, rounds, "sampling calls")
+        seconds = in_turns(calls, rounds, _processor_seconds, "timing sampling calls")
     timed = [
         Timed(name=name, seconds=of_call, of_baseline=seconds[BASELINE], error=errors[name])
         for name, of_call in seconds.items()
     ]
     steps = dict(zip(("megadit", "diffusers"), training_steps(setting, torch.float32), strict=True))
-    seconds = _in_turns(steps, rounds, "training steps")
+    seconds = in_turns(steps, rounds, _processor_seconds, "timing training steps")
     step = Timed(
         name="megadit, training step", seconds=seconds["megadit"], of_baseline=seconds["diffusers"], error=None
     )
@@ -159,18 +160,11 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).abs().max() / exact.abs().max()).item()
 
 
-def _in_turns(calls: dict[str, Callable[[], object]], rounds: int, what: str) -> dict[str, list[float]]:
-    """Processor seconds of each call in each round: others' work does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    with Progress((rounds + 1) * len(calls), f"timing {what}") as progress:
-        for number in range(rounds + 1):
-            for name, call in calls.items():
-                start = time.process_time()
-                call()
-                if number:  # the first one prepares
-                    seconds[name].append(time.process_time() - start)
-                progress.advance()
-    return seconds
+def _processor_seconds(call: Callable[[], object]) -> float:
+    """Seconds of this process alone: others' work does not count."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def show(timed: list[Timed]) -> None:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megadit.infer.benchmarks.profile import shares, watch
+from megadit.infer.benchmarks.profile import in_turns, shares, watch
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import video_size
@@ -31,7 +31,6 @@ from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
-from megadit.models.shared.progress import Progress
 
 RUNTIMES = {
     "eager": {"runtime": "torch"},
@@ -94,17 +93,10 @@ def measure(
     if rounds < 1:
         raise UserError(f"--rounds={rounds} must be at least 1")
     tasks = {(name, what): task for name, one in pipelines.items() for what, task in _tasks(one, settings, prompt)}
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in tasks}
-    peaks: dict[tuple[str, str], float] = {}
-    with Progress((rounds + 1) * len(tasks), "measuring") as bar:
-        for turn in range(rounds + 1):
-            for key, task in tasks.items():
-                elapsed, peak = _timed(task, pipelines[key[0]].device)
-                if turn:
-                    seconds[key].append(elapsed)
-                    peaks[key] = max(peak, peaks.get(key, 0.0))
-                bar.advance()
-    one = next(iter(pipelines.values()))
+    one = next(iter(pipelines.values()))  # all are on one device
+    found = in_turns(tasks, rounds, lambda task: _timed(task, one.device), "measuring")
+    seconds = {key: [elapsed for elapsed, _ in measured] for key, measured in found.items()}
+    peaks = {key: max(peak for _, peak in measured) for key, measured in found.items()}
     on_gpu, work = one.device.type == "cuda", Workload.of(one, settings, prompt)
     return [
         MetricValue(

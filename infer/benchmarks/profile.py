@@ -1,12 +1,16 @@
-"""Fractions of computing time by kind of operation."""
+"""Tasks timed in turns, and fractions of computing time by kind of operation."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
+
+from megadit.models.shared.progress import Progress
+
+Key, Value = TypeVar("Key"), TypeVar("Value")
 
 OPERATIONS = (
     ("attention", ("scaled_dot_product", "flash", "fmha", "varlen")),
@@ -18,6 +22,22 @@ OPERATIONS = (
 )
 """Kind -> substrings of names of operations and kernels; the first match counts, others are `elementwise`."""
 ELEMENTWISE = "elementwise"
+
+
+def in_turns(
+    tasks: Mapping[Key, Callable[[], object]], rounds: int, timed: Callable[[Callable[[], object]], Value], what: str
+) -> dict[Key, list[Value]]:
+    """Results of `timed` for each task, `rounds` times in turns, so that a slowdown of the machine affects all; a first
+    round prepares and does not count. `what` is said beside the progress."""
+    found: dict[Key, list[Value]] = {key: [] for key in tasks}
+    with Progress((rounds + 1) * len(tasks), what) as bar:
+        for turn in range(rounds + 1):
+            for key, task in tasks.items():
+                value = timed(task)
+                if turn:
+                    found[key].append(value)
+                bar.advance()
+    return found
 
 
 def watch(function: Callable[[], Any], device: torch.device, trace: str | None = None) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError, library_errors
+from megadit.models.shared.files import read_limited
 from megadit.models.storage.pretrained import PRETRAINED, transformers_library
 
 NAME = "tokenizer.json"
@@ -32,8 +33,7 @@ def load_tokenizer(folder: Path) -> Any:
         UserError: as `check_tokenizer`, and if the library cannot read it.
     """
     if (folder / NAME).is_file():
-        with open(folder / NAME, "rb") as file:
-            check_tokenizer(file.read(_MOST_BYTES + 1), str(folder / NAME))
+        check_tokenizer(read_limited(folder / NAME, _MOST_BYTES), str(folder / NAME))
     with library_errors(lambda reason: f"{folder} has no readable tokenizer ({reason})"):
         return transformers_library("a tokenizer").AutoTokenizer.from_pretrained(folder, **PRETRAINED)
 

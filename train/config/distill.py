@@ -20,7 +20,7 @@ ObjectiveName = Literal[
     "flow_grpo",
 ]
 AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "diffusion_nft", "dpo", "flow_grpo")
-"""Objectives trained at noise levels drawn from `diffusion.noise_levels`, not at a list of them."""
+"""Objectives trained at noise levels drawn from `diffusion.noise_levels`, or stored with the samples, not at a list."""
 BY_TANGENT = ("continuous_consistency", "consistency_limit")
 """Objectives that differentiate the student along the teacher's ODE."""
 

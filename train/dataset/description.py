@@ -43,7 +43,7 @@ class Description:
     reward: float | None = None
     """Optimality probability of a generated video, 0 to 1."""
     states: tuple[tuple[int, float, float, float], ...] = ()
-    """(noise_index, sigma, sigma_down, sigma_up) of each state of its sampling, as of `training_sample.State`."""
+    """(noise_index, sigma, sigma_down, sigma_up) of each state of its sampling, as of `samplers.NoisyStep`."""
     frame_times: tuple[float, ...] = ()
     """Times of the frames encoded as images, in latent frames."""
     keyframes: tuple[int, ...] = ()

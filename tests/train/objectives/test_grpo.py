@@ -125,7 +125,7 @@ def test_a_step_along_the_gradient_makes_what_is_rewarded(wish):
             sample_id=f"{number} {step.sigma}",
             occurrence=0,
             latent_CTHW=videos[number].float(),
-            state=State(state[number].float(), *step),
+            state=State(state[number].float(), step),
             text_LE=torch.zeros(1, 4),
             fps=0.0,
             seed=number,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megadit.infer.sampling.samplers import NoisyStep
 from megadit.models.diffusion.noise import sample_key
 from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
@@ -115,7 +116,9 @@ class MockLoader:
                 sample = self._with_rejected(sample)
             if "sigma" in self.format.extras:
                 sigma = 0.1 + (number + index) % 7
-                sample.state = State(sigma * sample.latent_CTHW, 2 * (index % 3) + 1, sigma, 0.5 * sigma, 0.3 * sigma)
+                sample.state = State(
+                    sigma * sample.latent_CTHW, NoisyStep(2 * (index % 3) + 1, sigma, 0.5 * sigma, 0.3 * sigma)
+                )
             yield self._with_conditioning(sample, number + index) if self.format.conditioning else sample
 
     def _with_rejected(self, sample: TrainingSample) -> TrainingSample:

@@ -13,6 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from megadit.infer.sampling.samplers import NoisyStep
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.host_to_device import Need, SideStream, copy_in_turn, send_with
@@ -64,12 +65,12 @@ EXTRAS = {
     ),
     **{
         name: Extra(
-            of=lambda sample, name=name: None if sample.state is None else getattr(sample.state, name),
+            of=lambda sample, name=name: None if sample.state is None else getattr(sample.state.step, name),
             dtype=torch.long if name == "noise_index" else torch.float32,
             refusal="no_state",
             reason="it holds no state; train.distill.objective=flow_grpo learns of `prepare rollouts --states`",
         )
-        for name in ("noise_index", "sigma", "sigma_down", "sigma_up")
+        for name in NoisyStep._fields
     },
 }
 """Name in `PackedBatch.extra_G` -> value."""

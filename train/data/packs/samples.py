@@ -14,6 +14,7 @@ from megatron.energon.flavors.base_dataset import add_sample_restore_key
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from torch import Tensor
 
+from megadit.infer.sampling.samplers import NoisyStep
 from megadit.models.shared.documents import check_tensor_header
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.data.packs.training_sample import Frames, State, TrainingSample, another, drawn_index
@@ -99,7 +100,7 @@ def _state(tensors: dict[str, Tensor], description: Description, crude: dict[str
     if states_KCTHW is None or states_KCTHW.shape != (count, *tensors["latent"].shape):
         raise UnreadableSampleError("its states are not as many as it describes, of the latent's shape")
     number = drawn_index("state", crude["__key__"], crude[OCCURRENCE], count)
-    return State(states_KCTHW[number], *description.states[number])
+    return State(states_KCTHW[number], NoisyStep(*description.states[number]))
 
 
 def _reference(tensors: dict[str, Tensor]) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megadit.infer.sampling.samplers import NoisyStep
 from megadit.models.diffusion.noise import sample_key
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -53,14 +54,10 @@ def encode_frames(
 
 
 class State(NamedTuple):
-    """Noisy latents x in the sampling of a video, and the step from there: x at `sigma_down` by the denoiser, plus
-    `sigma_up` times the sampler's noise of this index (`samplers.Randomness`)."""
+    """Noisy latents in the sampling of a video, and the step that the sampler took from there."""
 
     latent_CTHW: Tensor
-    noise_index: int
-    sigma: float
-    sigma_down: float
-    sigma_up: float
+    step: NoisyStep
 
 
 @dataclass(slots=True)

@@ -226,7 +226,7 @@ def test_steps_from_kept_states_are_those_that_the_sampler_took(make, bundle):
             expected = x + (down - sigma) * (x - D) / sigma + up * noise
             torch.testing.assert_close(next_x, expected, rtol=1e-4, atol=1e-4 * sigma)
     crude = {name.partition(".")[2]: content for name, content in members(out).items() if "00000004" in name}
-    drawn = {decode(crude | {"__key__": "a", "__occurrence__": epoch}).state.sigma for epoch in range(20)}
+    drawn = {decode(crude | {"__key__": "a", "__occurrence__": epoch}).state.step.sigma for epoch in range(20)}
     assert drawn == {step[1] for step in json.loads(crude["json"])["states"]}, "each epoch draws another"
     assert shards(make(*STOCHASTIC, "--states", "4", out="again")) == shards(out)
 
