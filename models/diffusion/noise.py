@@ -79,10 +79,10 @@ def _hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def normal(key_R: Tensor, position_R: Tensor, width: int, *, stream: int) -> Tensor:
+def normal(key_R: Tensor, position_R: Tensor, width: int, *, stream: int | Tensor) -> Tensor:
     """Standard normal numbers, float32 [R, width], by Box and Muller (1958); none exceeds 6.8 in magnitude.
 
-    `key_R` and `position_R` are int64. Identical bit for bit on every device, unless a compiler fuses the operations.
+    `key_R`, `position_R` and a stream of each row are int64. Identical bit for bit on every device, unless a compiler fuses the operations.
     """
     if has_kernels(key_R) and kernel_is_exact(key_R.device):
         from megadit.models.diffusion.noise_kernel import normal_by_kernel
@@ -110,7 +110,7 @@ def kernel_is_exact(device: torch.device) -> bool:
     return False
 
 
-def normal_by_operations(key_R: Tensor, position_R: Tensor, width: int, *, stream: int) -> Tensor:
+def normal_by_operations(key_R: Tensor, position_R: Tensor, width: int, *, stream: int | Tensor) -> Tensor:
     """The definition of `normal`, float32 [R, width]."""
     words = _words(key_R, position_R, width, stream)
     radius = (-2 * _log((words[..., 0::2].double() + 0.5) * 2.0**-32)).sqrt()
@@ -162,11 +162,12 @@ def _multiply(constant: int, x: Words) -> tuple[Words, Words]:
     return product >> 32 & _WORD, product & _WORD
 
 
-def _words(key_R: Tensor, position_R: Tensor, width: int, stream: int) -> Tensor:
+def _words(key_R: Tensor, position_R: Tensor, width: int, stream: int | Tensor) -> Tensor:
     """Random words [R, blocks, 4] in int64: enough blocks of four to fill `width` columns."""
     block = torch.arange(-(-width // 4), device=key_R.device)
     key_R1, position_R1 = key_R[:, None], position_R[:, None]
-    counter = (block, position_R1 & _WORD, position_R1 >> 32 & _WORD, torch.full_like(block, stream))
+    stream_R1 = stream[:, None] if isinstance(stream, Tensor) else torch.full_like(block, stream)
+    counter = (block, position_R1 & _WORD, position_R1 >> 32 & _WORD, stream_R1)
     words = philox4x32(counter, (key_R1 & _WORD, key_R1 >> 32 & _WORD))
     return torch.stack(words, dim=-1)
 

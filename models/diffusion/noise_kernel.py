@@ -23,28 +23,29 @@ SINE = tl.constexpr(tuple((-1) ** n / math.factorial(2 * n + 1) for n in reverse
 LN_2, HALF_PI = tl.constexpr(math.log(2)), tl.constexpr(math.pi / 2)
 
 
-def normal_by_kernel(key_R: Tensor, position_R: Tensor, width: int, stream: int) -> Tensor:
-    """`noise.normal`, float32 [R, width]; keys and positions are int64 [R]."""
-    key_R, position_R = key_R.contiguous(), position_R.contiguous()
+def normal_by_kernel(key_R: Tensor, position_R: Tensor, width: int, stream: int | Tensor) -> Tensor:
+    """`noise.normal`, float32 [R, width]; keys, positions and streams are int64 [R]."""
+    stream_R = stream if isinstance(stream, Tensor) else torch.full_like(key_R, stream)
+    key_R, position_R, stream_R = key_R.contiguous(), position_R.contiguous(), stream_R.contiguous()
     out_RW = torch.empty(len(key_R), width, device=key_R.device)
     per_row = triton.cdiv(width, 4)
     grid = (triton.cdiv(len(key_R) * per_row, BLOCKS),)
     if len(key_R):
         _normal[grid](
-            *(key_R, position_R, out_RW, len(key_R), width, per_row, stream), BLOCKS=BLOCKS, enable_fp_fusion=False
+            *(key_R, position_R, stream_R, out_RW, len(key_R), width, per_row), BLOCKS=BLOCKS, enable_fp_fusion=False
         )
     return out_RW
 
 
-@triton.jit(do_not_specialize=["stream"])  # 1 is a stream, and would be a constant
-def _normal(key_ptr, position_ptr, out_ptr, num_rows, width, per_row, stream, BLOCKS: tl.constexpr):
+@triton.jit
+def _normal(key_ptr, position_ptr, stream_ptr, out_ptr, num_rows, width, per_row, BLOCKS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     row, block = at // per_row, at % per_row
     inside = row < num_rows
     key, position = tl.load(key_ptr + row, inside, 0), tl.load(position_ptr + row, inside, 0)
-    zero = (block * 0).to(tl.uint32)
+    stream = tl.load(stream_ptr + row, inside, 0)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    words = tl.philox(key, block.to(tl.uint32), low, high, zero + stream.to(tl.uint32))
+    words = tl.philox(key, block.to(tl.uint32), low, high, stream.to(tl.uint32))
     column, place = block * 4, out_ptr + row * width + block * 4
     for half in tl.static_range(2):
         radius = _radius(words[2 * half])

@@ -214,7 +214,8 @@ def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums:
     D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
     with torch.no_grad():
         old_S1P = networks.teacher(batch, x_S1P, sigma_G)
-        y_S1P = old_S1P + of_tokens(batch, s_G) * _noise_of_steps(networks, batch)
+        noise_S1P = sampling_noise(batch, networks.config.model, Stream.STEP + extra_G["noise_index"])
+        y_S1P = old_S1P + of_tokens(batch, s_G) * noise_S1P
         nearer_S = ((y_S1P - old_S1P).square() - (y_S1P - D_S1P).square()).mean(dim=(1, 2))
         r_G = (_mean_of_samples(networks, batch, nearer_S) / (2 * s_G.square())).exp()
         A_G, clip = 2 * extra_G["reward"] - 1, networks.config.train.distill.grpo_clip
@@ -223,16 +224,6 @@ def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums:
         weight_G = torch.where(is_clipped_G, 0.0, r_G * A_G / (2 * s_G.square()))
         loss_G = -torch.minimum(r_G * A_G, clipped_G)
     return _surrogate(batch, weighted_error(batch, D_S1P, y_S1P, weight_G).objective, loss_G, is_clipped_G)
-
-
-def _noise_of_steps(networks: Networks, batch: PackedBatch) -> Tensor:
-    """Unit noise [S, 1, P] that the sampler added in the step of each sample."""
-    index_G = batch.extra_G["noise_index"]
-    noise_S1P = torch.zeros_like(batch.tokens_S1P)
-    for index in index_G.unique().tolist():
-        of_index_S1P = sampling_noise(batch, networks.config.model, Stream.STEP + index)
-        noise_S1P = torch.where(of_tokens(batch, index_G == index), of_index_S1P, noise_S1P)
-    return noise_S1P
 
 
 def _surrogate(batch: PackedBatch, of_errors: Tensor, loss_G: Tensor, is_counted_G: Tensor) -> LossSums:

@@ -63,8 +63,8 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
 
 
-def sampling_noise(batch: PackedBatch, model: DiTConfig, stream: int = Stream.NOISE) -> Tensor:
-    """Unit noise [S, 1, P] of sampling with the seeds of the pack's videos, the initial one or that of a step:
+def sampling_noise(batch: PackedBatch, model: DiTConfig, stream_G: Tensor | None = None) -> Tensor:
+    """Unit noise [S, 1, P] of sampling with the seeds of the pack's videos, the initial one or by the streams `stream_G`:
     `noise.latent_noise` at the tokens of this rank."""
     seed_key_G = batch.extra_G["seed_key"]
     tensors = batch.layout.on(seed_key_G.device)
@@ -78,8 +78,11 @@ def sampling_noise(batch: PackedBatch, model: DiTConfig, stream: int = Stream.NO
     )
     sides = height_S[:, None] * model.patch_spatial, width_S[:, None] * model.patch_spatial
     position_SK = (t_SK * sides[0] + h_SK) * sides[1] + w_SK
-    key_R = seed_key_G[segment_S].repeat_interleave(len(inner_K3))
-    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=stream)
+    key_R, stream_R = (
+        of_G[segment_S].repeat_interleave(len(inner_K3))
+        for of_G in (seed_key_G, torch.full_like(seed_key_G, Stream.NOISE) if stream_G is None else stream_G)
+    )
+    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=stream_R)
     return noise_RC.reshape(len(token_S), 1, -1)
 
 

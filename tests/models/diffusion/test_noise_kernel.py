@@ -40,6 +40,16 @@ def test_bits_are_those_of_the_definition(rows, width, stream):
     assert torch.equal(found, noise.normal_by_operations(key, position, width, stream=stream))
 
 
+def test_every_row_has_its_stream():
+    key, position = keys(9)
+    stream = torch.tensor([0, 3, 65539] * 3, device=DEVICE)
+    found = noise_kernel.normal_by_kernel(key, position, 7, stream)
+    for row in range(9):
+        here, of_row = slice(row, row + 1), stream[row].item()
+        assert torch.equal(found[here], noise.normal_by_operations(key[here], position[here], 7, stream=of_row))
+    assert torch.equal(found, noise.normal_by_operations(key, position, 7, stream=stream))
+
+
 def test_it_is_used_where_kernels_run_and_left_where_it_is_not_exact(monkeypatch):
     key, position = keys(3)
     made = noise.normal_by_operations(key, position, 5, stream=0)
@@ -62,8 +72,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megadit.models.diffusion.noise_kernel import BLOCKS, _normal
 
-types = {"key_ptr": "*i64", "position_ptr": "*i64", "out_ptr": "*fp32"} | dict.fromkeys(
-    ("num_rows", "width", "per_row", "stream"), "i32") | {"BLOCKS": "constexpr"}
+types = dict.fromkeys(("key_ptr", "position_ptr", "stream_ptr"), "*i64") | {"out_ptr": "*fp32"} | dict.fromkeys(
+    ("num_rows", "width", "per_row"), "i32") | {"BLOCKS": "constexpr"}
 tool, found = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", {}
 for capability, sizes in (90, {}), (100, {}), (120, {}), (90, {"num_rows": 1, "width": 1, "per_row": 1}):
     constants = {"BLOCKS": BLOCKS, **sizes}  # Triton makes a constant of an argument that is 1

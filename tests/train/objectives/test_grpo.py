@@ -96,10 +96,11 @@ def test_what_is_clipped_teaches_nothing():
 
 def test_noise_of_a_step_is_that_of_the_sampler():
     batch = states()
-    for number, shape in enumerate(((1, 2, 2), (2, 2, 2))):
+    found_S1P = sampling_noise(batch, SIZED, torch.tensor([Stream.STEP + 5, Stream.STEP + 2, Stream.STEP]))
+    for number, (shape, stream) in enumerate((((1, 2, 2), Stream.STEP + 5), ((2, 2, 2), Stream.STEP + 2))):
         here = batch.layout.on("cpu").segment_of_token_S == number
-        noise = latent_noise(batch.extra_G["seed_key"][number : number + 1], (5, *shape), stream=Stream.STEP + 5)
-        assert torch.equal(sampling_noise(batch, SIZED, Stream.STEP + 5)[here], token_sequence(noise, SIZED))
+        noise = latent_noise(batch.extra_G["seed_key"][number : number + 1], (5, *shape), stream=stream)
+        assert torch.equal(found_S1P[here], token_sequence(noise, SIZED))
 
 
 @pytest.mark.parametrize("wish", [1.0, -1.0])
