@@ -82,7 +82,8 @@ def _hash64(text: str) -> int:
 def normal(key_R: Tensor, position_R: Tensor, width: int, *, stream: int | Tensor) -> Tensor:
     """Standard normal numbers, float32 [R, width], by Box and Muller (1958); none exceeds 6.8 in magnitude.
 
-    `key_R`, `position_R` and a stream of each row are int64. Identical bit for bit on every device, unless a compiler fuses the operations.
+    `key_R`, `position_R` and the stream, if each row has its own, are int64. Identical bit for bit on every device,
+    unless a compiler fuses the operations.
     """
     if has_kernels(key_R) and kernel_is_exact(key_R.device):
         from megadit.models.diffusion.noise_kernel import normal_by_kernel

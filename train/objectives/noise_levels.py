@@ -64,7 +64,7 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
 
 
 def sampling_noise(batch: PackedBatch, model: DiTConfig, stream_G: Tensor | None = None) -> Tensor:
-    """Unit noise [S, 1, P] of sampling with the seeds of the pack's videos, the initial one or by the streams `stream_G`:
+    """Unit noise [S, 1, P] of sampling with the seeds of the pack's videos, the initial one or that of their streams:
     `noise.latent_noise` at the tokens of this rank."""
     seed_key_G = batch.extra_G["seed_key"]
     tensors = batch.layout.on(seed_key_G.device)
