@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Comparison
 from megadit.train.reward import command as reward
 from megadit.train.reward.command import main
+from tests.ranks import TIMEOUT
 from tests.train.test_adapter_runs import write
 
 FAST = ("train.num_threads=1", "checkpoint.save_interval=1", "logger.tensorboard=false", "data.num_workers=0")
@@ -40,8 +42,10 @@ def asked(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["whole", "adapter"])
-def test_rounds_follow_one_another_and_go_on_where_they_were(base, asked, tmp_path, is_adapter, capfd):
-    """Whole networks by DiffusionNFT, adapters by Flow-GRPO."""
+def test_rounds_follow_one_another_and_go_on_where_they_were(
+    base, asked, tmp_path, forked_modules, start_ranks, is_adapter, capfd
+):
+    """Whole networks by DiffusionNFT, also where the command is killed; adapters by Flow-GRPO."""
     steps = ["--objective", "flow_grpo", "--states", "1", "--sampler", "euler", "--eta", "1"]
     out, more = tmp_path / "out", ["--adapter_rank", "2", "optimizer.lr=0.1", *steps] if is_adapter else []
     result = "adapter" if is_adapter else "bundle"
@@ -70,6 +74,23 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(base, asked, tmp_pa
     again = out / result
     found = tensor_file(again).read_bytes() if is_adapter else Bundle.open(again).manifest["fingerprints"]
     assert found == expected
+    if is_adapter:
+        return
+    elsewhere = [str(base), str(tmp_path / "killed"), *asked[1:]]
+    for files in ("round_001/rollouts/*", "round_001/checkpoints/iter_*", "round_002/prompts.jsonl"):
+        (command,) = start_ranks(1, "-m", "megadit.train.reward.command", *elsewhere)
+        while not [*(tmp_path / "killed").glob(files)]:
+            assert command.poll() is None, command.communicate()[0]
+            time.sleep(0.01)
+        command.kill()
+        command.wait()
+    for _ in range(60):  # what it started may still hold a folder, for as long as it takes to end
+        (command,) = start_ranks(1, "-m", "megadit.train.reward.command", *elsewhere)
+        if command.wait(TIMEOUT) == 0:
+            break
+        assert "is in use" in command.communicate()[0]
+        time.sleep(0.5)
+    assert Bundle.open(tmp_path / "killed" / result).manifest["fingerprints"] == expected
 
 
 class Rounds:
