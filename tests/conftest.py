@@ -13,6 +13,8 @@ import pytest
 
 from . import budget, exports, ranks, workers
 
+workers.take_a_share_of_the_cores()  # conftest.py of folders import torch
+
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MEGADIT_VARIANTS", "rule")  # bits that are compared do not depend on a measurement

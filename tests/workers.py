@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.shared.cores import available_cores
+from megadit.models.shared.cores import available_cores, prepare_threads
 
 GROUP_OF_FIXTURE = {
     "tritonserver": "triton",
@@ -71,12 +71,15 @@ class Dealer:
         shutil.rmtree(self._folder)
 
 
-class Worker:
-    """Of a worker: finds groups, and takes its part of the processor's cores."""
+def take_a_share_of_the_cores() -> None:
+    """A worker's part of them, whose threads sleep while they wait; before anything imports torch."""
+    prepare_threads()
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // int(workers))))
 
-    def pytest_configure(self, config: pytest.Config) -> None:
-        threads = available_cores() // config.workerinput["workercount"]
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # before anything imports torch
+
+class Worker:
+    """Of a worker: finds groups."""
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         names = _names_of_groups(items)

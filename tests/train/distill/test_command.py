@@ -55,6 +55,7 @@ def command(teacher, data, out, *more):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_modules")
 def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "--calls", "2", "--spread", "0.01", "100", "--nproc", "1")
     told += ["--num_trajectories", "6", "--trajectory_steps", "3"]
@@ -91,6 +92,7 @@ def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_datas
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_modules")
 def test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called(teacher, tiny_dataset, tmp_path, capfd):
     """Beside the first teacher's weights, whichever stage; with it `generate` and `bundle --merge` do what the student
     was measured with."""
@@ -128,6 +130,7 @@ def test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called(teacher,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_modules")
 def test_a_collapsed_student_ends_it_and_the_one_before_is_kept(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "data.num_workers=0")
     assert main([*told, "--spread", "0.01", "100", "--stages", "guidance"]) == 0
