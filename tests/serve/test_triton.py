@@ -1,7 +1,6 @@
 """The service in a real tritonserver: the videos of `generate`, over every way in, and no request that breaks it."""
 
 import io
-import re
 import threading
 import time
 import urllib.request
@@ -26,6 +25,7 @@ from megadit.serve.events import (
     UnavailableError,
     VideoResult,
 )
+from tests.serve.gateway.served_up import num_waiting
 
 tritonclient = pytest.importorskip("tritonclient.grpc")
 
@@ -244,13 +244,6 @@ def wanted(request: VideoRequest) -> dict:
     return {name: value for name, value in request.to_inputs().items() if name in names}
 
 
-def num_waiting(server) -> int:
-    """Requests that wait at Triton for the model."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics") as answer:
-        told = answer.read().decode()
-    return int(re.search(r'^nv_inference_pending_request_count{model="text_to_video".*} (\d+)$', told, re.MULTILINE)[1])
-
-
 def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, grpc_client, pipeline):
     """Five at once of each client, half of the clients over HTTP, while a long request lets them queue."""
     urls = [f"grpc://{server.grpc_url}", f"http://{server.http_url}"]
@@ -262,7 +255,7 @@ def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, g
             threads.submit(client.generate, request, timeout=120)
             for client, request in zip(clients * 5, REQUESTS, strict=True)
         ]
-        while num_waiting(server) < len(REQUESTS):
+        while num_waiting(server.ports) < len(REQUESTS):
             assert not any(answer.done() for answer in responds)
             time.sleep(0.05)
         blocker.close()

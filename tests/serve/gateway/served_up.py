@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -36,11 +37,18 @@ def processes() -> list[Process]:
     return found
 
 
+def num_waiting(ports: Ports) -> int:
+    """Requests that wait at Triton for text_to_video."""
+    told = httpx.get(f"http://127.0.0.1:{ports.metrics}/metrics").raise_for_status().text
+    return int(re.search(r'^nv_inference_pending_request_count{model="text_to_video".*} (\d+)$', told, re.MULTILINE)[1])
+
+
 class Service:
     """`megadit serve up` on ports and a folder of its own."""
 
     def __init__(self, repository: Path, folder: Path, *, slots: int = 2) -> None:
-        self.folder, ports, others = folder, Ports.free(), Ports.free()
+        self.folder, self.ports, others = folder, Ports.free(), Ports.free()
+        ports = self.ports
         self.port, self.url = others.http, f"http://127.0.0.1:{others.http}"
         store = folder / "jobs.sqlite"
         command = [

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from .served_up import num_waiting
+
 VIDEO = {"prompt": "a", "num_steps": 2}
 RUNNING = {"prompt": "a", "num_steps": 400}
 
@@ -105,8 +107,7 @@ def test_a_prompt_that_kills_its_triton_fails_alone(serve_up, repository, tmp_pa
     blocker = service.create(prompt="long", num_steps=5000)
     eventually(lambda: service.status(blocker) == "in_progress", report=service.log)
     ids = {prompt: service.create(prompt=prompt, num_steps=4) for prompt in ("a", "b", "c", "poison")}
-    for video_id in ids.values():  # they wait at Triton, for which they will be one batch
-        eventually(lambda video_id=video_id: service.status(video_id) == "in_progress", report=service.log)
+    eventually(lambda: num_waiting(service.ports) == 4, report=service.log)  # one batch, for Triton
     service.client.delete(f"/v1/videos/{blocker}")
     for video_id in ids.values():
         eventually(lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), report=service.log)

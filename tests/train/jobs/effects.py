@@ -33,7 +33,7 @@ from megadit.train.monitoring.metrics import Metrics  # noqa: E402
 
 OF_TIME = {"seconds", "reading_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "time"}
 """What differs between two runs of one command."""
-OF_TIME_PRINTED = r"train_step_timing in s: \S+|ETA: .*|\S+ are free|in the last .* s|estimated time: .*"
+OF_TIME_PRINTED = r"train_step_timing in s: \S+|ETA: .*|\S+ \S+ are free|in the last .* s|estimated time: .*"
 
 
 class Notes:
