@@ -77,12 +77,6 @@ class TensorSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.stored.items()}
 
-    def without_prefix(self, prefix: str) -> "TensorSource":
-        """The tensors whose names begin with `prefix`, without it; other names are unchanged."""
-        names = {name.removeprefix(prefix): name for name in self.stored}
-        stored = {short: self.stored[name] for short, name in names.items()}
-        return TensorSource(self.label, stored, lambda short: self.read(names[short]))
-
     def with_others(self, others: Mapping[str, Tensor]) -> "TensorSource":
         """These tensors and `others`."""
         more = from_state_dict(others)

@@ -11,12 +11,10 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
-from megadit.models.storage.components import check_header
 from megadit.models.storage.weight_files import open_weights, weight_files
 from megadit.models.storage.weights import check_shapes
 from megadit.models.storage.wrapped import unwrapped
@@ -159,14 +157,6 @@ def _present_name(name: str) -> str:
     before, _, kind = linear.rpartition(".")
     renamed = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}.get(before)
     return name if renamed is None else f"{owner}.attentions.{place}.{renamed}.{kind}"
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    check_header(path)
-    try:
-        return load_file(path)
-    except Exception as error:  # safetensors' own error if damaged, OSError if unreadable
-        raise UserError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def fingerprint(settings: Mapping[str, Any], network: Network) -> str:
