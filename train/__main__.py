@@ -24,7 +24,7 @@ from megadit.train.recipes import RECIPES
 class TrainOptions:
     recipe: str | None = setting(None, "recipe to start from", names=("--recipe", "--factory"), metavar="NAME")
     config_file: str | None = setting(
-        None, "YAML with values to change (train/conf/ has examples)", names=("--config-file",), metavar="FILE"
+        None, "YAML or TOML with values to change (train/conf/ has examples)", names=("--config-file",), metavar="FILE"
     )
     mock: bool = setting(False, "endless random samples; same as data.mock=true")
     dataset_path: str | None = setting(None, "same as data.path=FOLDER", names=("--dataset-path",), metavar="FOLDER")

@@ -1,4 +1,5 @@
-"""Translation of the configuration keys of NeMo, DFM, Megatron-Bridge and AutoModel, in YAML files and overrides.
+"""Translation of the configuration keys of NeMo, DFM, Megatron-Bridge, AutoModel and cosmos-framework, in files and
+overrides.
 
 A key of megadit always means itself. Any other key is looked up here, whole or by its section. A key without a
 counterpart is left unchanged, and later refused by name. Settings that have only one possible value here
@@ -96,8 +97,34 @@ KEYS = {
     "peft.alpha": "train.adapter.alpha",
     "peft.dropout": "train.adapter.dropout",
     "checkpoint.checkpoint_dir": "train.output_dir",
+    "trainer.max_iter": "train.train_iters",
+    "trainer.logging_iter": "train.log_interval",
+    "trainer.distributed_parallelism": "parallel.data_parallel",
+    "trainer.callbacks.grad_clip.clip_norm": "optimizer.clip_grad",
+    "checkpoint.save_iter": "checkpoint.save_interval",
+    "checkpoint.load_path": "checkpoint.init_from",
+    "dataloader_train.max_sequence_length": "data.seq_length",
+    "scheduler.warm_up_steps": "optimizer.lr_warmup_iters",
+    "scheduler.cycle_lengths": "optimizer.lr_decay_iters",
+    "optimizer.eps": "optimizer.adam_eps",
+    "model.max_num_tokens_after_packing": "data.seq_length",
+    "model.precision": "train.precision",
+    "model.ema.rate": "ema.sigma_rels",
+    "model.lora_rank": "train.adapter.rank",
+    "model.lora_alpha": "train.adapter.alpha",
+    "model.activation_checkpointing.mode": "parallel.recompute_granularity",
+    "model.parallelism.context_parallel_shard_degree": "parallel.context_parallel_size",
 }
-"""Their key -> megadit's, where the names differ. The last two dozen are AutoModel's."""
+"""Their key -> megadit's, where the names differ; from `seed` on AutoModel's, from `trainer.max_iter` on
+cosmos-framework's."""
+
+PAIRS = {"optimizer.betas": ("optimizer.adam_beta1", "optimizer.adam_beta2")}
+"""Their key of two numbers -> megadit's of each."""
+
+
+def _only(numbers: Any) -> Any:
+    """The number of a list of one."""
+    return numbers[0] if isinstance(numbers, list) and len(numbers) == 1 else numbers
 
 
 def _data_parallel(is_distributed: Any) -> str:
@@ -114,6 +141,10 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
         math.log(shift) if isinstance(shift, int | float) and shift > 0 else shift
     ),
     "fsdp.activation_checkpointing": lambda is_on: {True: "full", False: "none"}.get(is_on, is_on),
+    "scheduler.warm_up_steps": _only,
+    "scheduler.cycle_lengths": _only,
+    "model.precision": lambda name: {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name),
+    "model.ema.rate": lambda width: [width],
 }
 
 FIXED: dict[str, tuple[Any, str]] = {
@@ -130,6 +161,13 @@ FIXED: dict[str, tuple[Any, str]] = {
     "flow_matching.logit_mean": (0.0, "the mean of ln sigma is the logarithm of flow_shift: set diffusion.p_mean"),
     "flow_matching.sigma_min": (0.0, "all of t is trained"),
     "flow_matching.sigma_max": (1.0, "all of t is trained"),
+    "scheduler.f_max": ([1.0], "optimizer.lr is the largest rate"),
+    "scheduler.f_min": ([0.0], "set optimizer.min_lr"),
+    "scheduler.f_start": ([0.0], "the warm-up begins at 0"),
+    "model.ema.enabled": (True, "for none, set ema.sigma_rels=[]"),
+    "model.lora_enabled": (True, "for none, leave train.adapter out"),
+    "model.compile.enabled": (False, "training is not compiled"),
+    "model.parallelism.data_parallel_shard_degree": (-1, "all data-parallel ranks share the weights"),
 }
 """Their key -> its only supported value, and the reason."""
 
@@ -144,7 +182,7 @@ def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """
     translated: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for theirs, value in _without_recompute_method(values).items():
+    for theirs, value in _in_single_keys(_without_recompute_method(values)).items():
         ours = _our_key(theirs, known)
         if ours is None or (ours != theirs and value is None):
             _check_fixed(theirs, value)
@@ -166,6 +204,17 @@ def _without_recompute_method(values: dict[str, Any]) -> dict[str, Any]:
             left.pop(key.replace("recompute_method", "recompute_num_layers"), None)
         elif method not in ("block", None):
             raise UserError(f"{key}={method} does not exist here, only block and uniform")
+    return left
+
+
+def _in_single_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of `PAIRS` under a key each."""
+    left = dict(values)
+    for key in PAIRS.keys() & values.keys():
+        value = left.pop(key)
+        if not isinstance(value, list) or len(value) != 2:
+            raise UserError(f"{key}={value} must be two numbers, such as [0.9,0.95]")
+        left |= zip(PAIRS[key], value, strict=True)
     return left
 
 

@@ -1,9 +1,10 @@
-"""Configuration of a run from recipe, data set, YAML file and `a.b=c` overrides; later ones take precedence."""
+"""Configuration of a run from recipe, data set, YAML or TOML file and `a.b=c` overrides; later ones take precedence."""
 
 import dataclasses
 import io
 import math
 import re
+import tomllib
 import types
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -109,7 +110,7 @@ def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_recipe(config_file: str | Path) -> str | None:
-    """Return the value of `recipe` in a YAML file.
+    """Return the value of `recipe` in a YAML or TOML file.
 
     Raises:
         UserError: if it cannot be read.
@@ -214,11 +215,17 @@ def _read_yaml(path: str | Path) -> DictConfig:
         hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"
         raise UserError(f"config file {path} does not exist; {hint}")
     content = read_limited(path)
-    check_yaml(content, str(path))
+    kind = "TOML" if Path(path).suffix == ".toml" else "YAML"
     try:
-        config = OmegaConf.load(io.BytesIO(content))
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {_first_line(error)}") from error
+        if kind == "TOML":
+            config = OmegaConf.create(tomllib.loads(content.decode()))
+        else:
+            check_yaml(content, str(path))
+            config = OmegaConf.load(io.BytesIO(content))
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply") from None
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid {kind}: {_first_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
     values = _flatten(OmegaConf.to_container(config))

@@ -63,7 +63,9 @@ class DistillOptions:
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the teacher's)", metavar="NAME"
     )
-    config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
+    config_file: str | None = setting(
+        None, "YAML or TOML with values to change", names=("--config-file",), metavar="FILE"
+    )
     stages: Sequence[str] = setting(
         (),
         "objectives, one after the other (default: guidance, and then regression for 3 calls or fewer)",

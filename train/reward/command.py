@@ -75,7 +75,9 @@ class RewardOptions:
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the bundle's)", metavar="NAME"
     )
-    config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
+    config_file: str | None = setting(
+        None, "YAML or TOML with values to change", names=("--config-file",), metavar="FILE"
+    )
     adapter_rank: int | None = setting(
         None, "rank of the adapters that are trained as policies (default: whole networks)", low=1
     )

@@ -44,6 +44,14 @@ from megadit.train.recipes import load_recipe
         ("fsdp.cp_size=2", "parallel.context_parallel_size=2"),
         ("fsdp.activation_checkpointing=true", "parallel.recompute_granularity=full"),
         ("peft.dim=8", "train.adapter.rank=8"),
+        ("trainer.max_iter=500", "train.train_iters=500"),
+        ("trainer.distributed_parallelism=fsdp", "parallel.data_parallel=fsdp"),
+        ("trainer.callbacks.grad_clip.clip_norm=0.1", "optimizer.clip_grad=0.1"),
+        ("dataloader_train.max_sequence_length=45056", "data.seq_length=45056"),
+        ("scheduler.warm_up_steps=[50]", "optimizer.lr_warmup_iters=50"),
+        ("model.ema.rate=0.2", "ema.sigma_rels=[0.2]"),
+        ("model.lora_rank=16", "train.adapter.rank=16"),
+        ("model.precision=float16", "train.precision=fp16"),
     ],
 )
 def test_their_name_sets_our_value(theirs, ours, tmp_path):
@@ -74,11 +82,60 @@ def test_every_alias_leads_to_a_key_of_ours():
         (["model.val_generation_guidance=much"], "validation.sampling.guidance='much' is str, expected float"),
         (["flow_matching.logit_mean=0.5"], "only 0.0: the mean of ln sigma is the logarithm of flow_shift"),
         (["trainer.devices=8"], "set where the ranks are started"),
+        (["scheduler.cycle_lengths=[1000,2000]"], "optimizer.lr_decay_iters=[1000, 2000] is list, expected int"),
+        (["optimizer.betas=0.9"], "optimizer.betas=0.9 must be two numbers"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(overrides, message):
     with pytest.raises(UserError, match=re.escape(message)):
         resolve_config("digits", overrides=overrides)
+
+
+SFT = """
+[model]
+max_num_tokens_after_packing = 45056
+precision = "bfloat16"
+[model.activation_checkpointing]
+mode = "full"
+[optimizer]
+betas = [0.8, 0.9]
+eps = 1.0e-6
+[scheduler]
+cycle_lengths = [1000]
+f_min = [0.0]
+warm_up_steps = [50]
+[trainer]
+max_iter = 500
+[checkpoint]
+save_iter = 100
+load_path = "LOAD"
+[dataloader_train]
+max_sequence_length = 45056
+"""
+
+
+def test_a_toml_of_cosmos_framework(tmp_path):
+    (tmp_path / "sft.toml").write_text(SFT.replace("LOAD", "elsewhere"))
+    ours = ["data.seq_length=45056", "train.precision=bf16", "parallel.recompute_granularity=full"]
+    ours += ["optimizer.adam_beta1=0.8", "optimizer.adam_beta2=0.9", "optimizer.adam_eps=1e-6"]
+    ours += ["optimizer.lr_decay_iters=1000", "optimizer.lr_warmup_iters=50", "train.train_iters=500"]
+    ours += ["checkpoint.save_interval=100", "checkpoint.init_from=elsewhere"]
+    assert resolve_config("digits", config_file=tmp_path / "sft.toml") == resolve_config("digits", overrides=ours)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (SFT.replace("LOAD", "${oc.env:HOME}"), "give checkpoint.load_path=VALUE on the command line"),
+        ("[train\n", "is not valid TOML: Expected ']'"),
+        ("a = " + "[" * 5000, "is nested too deeply"),
+        ("a = 1979-05-27", "is not valid TOML"),
+    ],
+)
+def test_a_toml_that_is_refused(tmp_path, content, message):
+    (tmp_path / "sft.toml").write_text(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        resolve_config("digits", config_file=tmp_path / "sft.toml")
 
 
 def test_what_is_always_so_may_be_said():
