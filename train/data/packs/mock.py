@@ -92,6 +92,12 @@ class MockLoader:
         for sample in self._samples(number, torch.Generator().manual_seed(key)):
             tokens, text = self.format.lengths(sample)
             if tokens > tokens_left or text > text_left:
+                if not samples:  # the rules count tokens of a video alone
+                    raise UserError(
+                        f"a mock sample has {tokens} video and {text} text tokens with all that belongs to it, more than "
+                        f"a pack of data.seq_length={tokens_left} and data.text_seq_length={text_left}; raise these or "
+                        "use smaller data.mock_latent_shapes"
+                    )
                 break
             samples.append(sample)
             tokens_left, text_left = tokens_left - tokens, text_left - text

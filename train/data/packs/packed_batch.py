@@ -55,7 +55,7 @@ EXTRAS = {
         of=lambda sample: sample.reward,
         dtype=torch.float32,
         refusal="no_reward",
-        reason="it names no reward; train.distill.objective=diffusion_nft learns of `prepare rollouts`",
+        reason="it names no reward; train.distill.objective=diffusion_nft or flow_grpo learns of `prepare rollouts`",
     ),
     "preference": Extra(
         of=lambda sample: sample.preference,

@@ -39,7 +39,8 @@ ROLLOUTS = Purpose(
     name="rollouts",
     description="Videos of a model with rewards by your own scorer, to learn from with diffusion_nft or flow_grpo.",
     is_prior=False,
-    next="learn of them with train.distill.objective=diffusion_nft (`megadit reward` does all of it)",
+    next="learn of them with train.distill.objective=diffusion_nft, of --states with flow_grpo (`megadit reward` does "
+    "all of it)",
 )
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -120,3 +121,10 @@ print(len(next(iter(build_train_loader(run, rank=0, world_size=1))).sample_ids) 
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_pair_larger_than_a_pack_is_refused(make_config):
+    loader = build(make_config(mock=True, path=None, mock_latent_shapes=((1, 8, 8),), seq_length=64))
+    loader.format = replace(loader.format, extras=("preference",))
+    with pytest.raises(UserError, match="has 128 video and 22 text tokens .* more than a pack of data.seq_length=64"):
+        loader.pack(0)
