@@ -94,9 +94,9 @@ class MockLoader:
             if tokens > tokens_left or text > text_left:
                 if not samples:  # the rules count tokens of a video alone
                     raise UserError(
-                        f"a mock sample has {tokens} video and {text} text tokens with all that belongs to it, more than "
-                        f"a pack of data.seq_length={tokens_left} and data.text_seq_length={text_left}; raise these or "
-                        "use smaller data.mock_latent_shapes"
+                        f"a mock sample has {tokens} video and {text} text tokens with all that belongs to it, more "
+                        f"than a pack of data.seq_length={tokens_left} and data.text_seq_length={text_left}; raise "
+                        "these or use smaller data.mock_latent_shapes"
                     )
                 break
             samples.append(sample)
