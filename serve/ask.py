@@ -97,14 +97,14 @@ def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
             raise UserError("--timeout and --priority are for requests to Triton; leave them out with --key_file")
         key = read_key(options.key_file)
         gateway = GatewayClient(options.url or GATEWAY, key, model=options.model, patience=options.patience)
-        return _watch(gateway.stream(request))
+        return _made(gateway, request, gateway.stream(request))
     client = VideoClient(options.url or "localhost", model=options.model)
     begun, gone_since = time.monotonic(), None
     ends = math.inf if options.timeout is None else begun + options.timeout
     while True:
         left = None if options.timeout is None else ends - time.monotonic()
         try:
-            return _watch(client.stream(request, timeout=left, priority=options.priority))
+            return _made(client, request, client.stream(request, timeout=left, priority=options.priority))
         except UnavailableError as error:
             if gone_since is None:
                 gone_since = time.monotonic()
@@ -136,6 +136,13 @@ def _read(name: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"--{name}={path} cannot be read: {error}") from error
+
+
+def _made(client: VideoClient | GatewayClient, request: VideoRequest, generation: Generation) -> list[VideoResult]:
+    """The videos, after a warning of what may be wrong with the request."""
+    if warning := client.info().warning(request):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return _watch(generation)
 
 
 def _watch(generation: Generation) -> list[VideoResult]:

@@ -19,6 +19,7 @@ from megadit.models.diffusion.conditioning_settings import (
 )
 from megadit.models.diffusion.settings import SERVED, ServedSettings, check_embedded_guidance, switched_off
 from megadit.models.lora.named import EXPERTS, check_name, of_expert, parse_adapters, shown_name, split_expert
+from megadit.models.shared.captions import far_longer
 from megadit.models.shared.cli.setting import check_value, other_names, setting, settings_of, under_own_names
 from megadit.models.shared.errors import UserError, did_you_mean
 
@@ -376,6 +377,12 @@ class ServiceInfo:
     """Models of the same server that are students of this one."""
     guidance_embedding_range: tuple[float, ...] = ()
     """The lowest and the highest scale of a guidance-distilled network; (): guidance takes two passes."""
+    longest_caption: int | None = None
+    """Number of words in the longest training caption, where known."""
+
+    def warning(self, request: VideoRequest) -> str | None:
+        """What may be wrong with a valid request; adapters do not say how long their captions were."""
+        return None if request.adapter_scales() else far_longer([request.text], self.longest_caption)
 
     @property
     def has_guidance_embedding(self) -> bool:

@@ -4,6 +4,7 @@ import ast
 import codecs
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -27,6 +28,11 @@ MARKS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
 """Byte order mark -> encoding; the marks of UTF-32 begin with those of UTF-16."""
+FAR_LONGER = 2
+"""Ratio to the longest training caption from which a prompt is far longer."""
+_SHORT = 4
+"""Minimum for the longest caption's words, for this ratio."""
+_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _SAYS_CAPTION = frozenset("caption captions text texts prompt prompts description descriptions".split())
 _QUALIFIES_CAPTION = frozenset(
     "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
@@ -190,6 +196,22 @@ def score_in(row: dict[str, Any]) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return score if math.isfinite(score) else None
+
+
+def split_words(text: str) -> list[str]:
+    """Lower-case words: runs of letters and digits, with inner apostrophes."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+def far_longer(prompts: Iterable[str], longest: int | None) -> str | None:
+    """A warning of a prompt far longer than the longest training caption, in words; else None."""
+    most = max((len(split_words(prompt)) for prompt in prompts), default=0)
+    if longest is None or most <= FAR_LONGER * max(longest, _SHORT):
+        return None
+    return (
+        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may ignore "
+        "the later ones"
+    )
 
 
 def shortened(text: str, words: int) -> str:

@@ -7,8 +7,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
-import unicodedata
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megadit.models.diffusion.noise import Stream, normal
+from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
 from megadit.models.storage import components as parts
 from megadit.models.text_encoders.base import TextFeatures
 
-_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _MAX_PERIOD = 10_000.0
 
 
@@ -82,11 +80,6 @@ class HashedWordEncoder:
 
     def _config(self) -> dict:
         return {"type": "hashed_words", **dataclasses.asdict(self)}
-
-
-def split_words(text: str) -> list[str]:
-    """Lower-case words: runs of letters and digits, with inner apostrophes."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 def _word_vectors(words: list[str], dim: int) -> Tensor:

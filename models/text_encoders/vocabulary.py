@@ -9,9 +9,9 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.text_encoders.hashed_words import split_words
 
 WORDS_FILE = "vocabulary.json"
 MOST_WORDS = 50_000
@@ -20,10 +20,6 @@ MOST_CAPTIONS = 100_000
 _MOST_BYTES = 4 << 20
 """Maximum bytes of all words together; their file has a few more."""
 _MOST_SAID = 8
-FAR_LONGER = 2
-"""Ratio to the longest caption from which a prompt is far longer."""
-_SHORT = 4
-"""Minimum for the longest caption's words, for this ratio."""
 
 
 def words_of(captions: Iterable[str]) -> set[str] | None:
@@ -69,17 +65,6 @@ def unseen_words(prompts: Iterable[str], directory: Path) -> str | None:
     return (
         f"no caption of the training data says {', '.join(said)}{more}: this model does not know them; "
         f"{directory / WORDS_FILE} has its words"
-    )
-
-
-def far_longer(prompts: Iterable[str], longest: int | None) -> str | None:
-    """A warning of a prompt far longer than the longest training caption, in words; else None."""
-    most = max((len(split_words(prompt)) for prompt in prompts), default=0)
-    if longest is None or most <= FAR_LONGER * max(longest, _SHORT):
-        return None
-    return (
-        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may ignore "
-        "the later ones"
     )
 
 

@@ -162,6 +162,8 @@ class _VideoTab:
             **self.sampling.of(*sampling),
             **self.adapters.of(*adapters),
         )
+        if warning := self.studio.info.warning(request):
+            gr.Warning(warning)
         yield from self._run(session, request, kept, sampling[0])
 
     def _repeat(self, session: gr.Request, take: Take, kept: list[Take]) -> Iterator[dict]:

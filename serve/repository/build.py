@@ -184,6 +184,7 @@ def service_info(
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
         conditionings=taken(bundle, runtime),
         guidance_embedding_range=bundle.config.guidance_embedding_range or (),
+        longest_caption=bundle.longest_caption,
         adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime, limits.max_adapter_rank),
     )
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from megadit.models.diffusion.settings import SERVED
@@ -84,6 +86,15 @@ def test_service_info_survives_json():
         defaults={"fps": 8.0}, limits=LIMITS, samplers=("euler",), size_multiple=8, examples=('a "b" \\ ä',)
     )
     assert ServiceInfo.from_json(info.to_json()) == info
+
+
+def test_a_prompt_far_longer_than_any_caption_is_warned_of():
+    info = ServiceInfo(defaults={}, limits=LIMITS, samplers=(), size_multiple=1, longest_caption=6)
+    assert "a prompt has 13 words" in info.warning(VideoRequest(prompt="a " * 13))
+    assert "a prompt has 13 words" in info.warning(VideoRequest(instruction="a " * 13))
+    for request in (VideoRequest(prompt="a " * 12), VideoRequest(prompt="a " * 13, adapters=("zog:1",))):
+        assert info.warning(request) is None
+    assert replace(info, longest_caption=None).warning(VideoRequest(prompt="a " * 99)) is None
 
 
 def test_what_is_just_allowed_passes():

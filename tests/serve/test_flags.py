@@ -231,6 +231,9 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
         def stream(self, request, **settings):
             note()(request, settings)
 
+        def info(self):
+            return SimpleNamespace(warning=lambda request: f"of {request.prompt}")
+
     monkeypatch.setattr(ask, "VideoClient", Client)
     monkeypatch.setattr(ask, "GatewayClient", Client)
     monkeypatch.setattr(ask, "_watch", lambda _: [video])
@@ -239,7 +242,9 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
     def seen(*more):
         note.all.clear()
         assert verbs.main(["serve", "ask", "a", *more]) == 0
-        return list(note.all), capsys.readouterr().out
+        told = capsys.readouterr()
+        assert told.err == "warning: of a\n"
+        return list(note.all), told.out
 
     flags = (*REQUEST, *ASKED, ("--output", "elsewhere.mp4"), ("--key_file", "key"))
     assert differing(seen, flags) == [flag for flag, *_ in flags]
@@ -267,6 +272,9 @@ def test_a_service_that_goes_away_is_asked_again(tmp_path, monkeypatch, capsys):
                 yield answer
 
             return Generation(events)
+
+        def info(self):
+            return SimpleNamespace(warning=lambda request: None)
 
     monkeypatch.setattr(ask, "VideoClient", Client)
     assert verbs.main(["serve", "ask", "a"]) == 0

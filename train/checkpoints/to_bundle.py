@@ -35,12 +35,12 @@ from megadit.models.megatron.checkpoint import (
     read_network,
     read_state,
 )
+from megadit.models.shared.captions import split_words
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.manifest import is_bundle
 from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
-from megadit.models.text_encoders.hashed_words import split_words
 from megadit.models.text_encoders.vocabulary import MOST_CAPTIONS, read_words, words_of
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.checkpoints.sampling_defaults import sampling_defaults

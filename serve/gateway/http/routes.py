@@ -322,7 +322,8 @@ async def _taken(gateway: Gateway, key: Key, asked: _Asked) -> Video:
         raise ApiError(400, "invalid_request", str(error)[:500]) from None
     except TimeoutError as error:
         raise unavailable("busy", str(error)) from None
-    return await run_in_threadpool(_take, gateway, key, new)
+    video = await run_in_threadpool(_take, gateway, key, new)
+    return video.model_copy(update={"warning": info.warning(new.request)})
 
 
 def _take(gateway: Gateway, key: Key, new: NewJob) -> Video:

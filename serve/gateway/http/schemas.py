@@ -208,6 +208,7 @@ class Video(BaseModel):
     scores: dict[str, float] | None = Field(None, description="Scores by a scorer, if requested; empty if it failed")
     step: int
     settings: dict[str, Any] = Field(description="All settings of the video")
+    warning: str | None = Field(None, description="When created: what may be wrong with the prompt")
 
     @classmethod
     def of(cls, job: Job) -> "Video":

@@ -3,10 +3,10 @@ import dataclasses
 import pytest
 import torch
 
+from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.models.text_encoders import HashedWordEncoder, load_text_encoder
-from megadit.models.text_encoders.hashed_words import split_words
 
 
 @pytest.mark.parametrize(

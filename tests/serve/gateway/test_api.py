@@ -21,6 +21,13 @@ def test_a_video_is_taken_with_everything_that_decides_it(visit):
     assert (settings["seed"], settings["guidance"], settings["num_frames"], settings["sampler"]) == (7, 1.5, 8, "euler")
 
 
+def test_a_prompt_that_is_far_too_long_is_taken_with_a_warning(visit, gateway):
+    infos, client = gateway.servers.all[0].infos, visit()
+    infos["text_to_video"] = replace(infos["text_to_video"], longest_caption=6)
+    long, short = (client.post("/v1/videos", json={"prompt": prompt}).json() for prompt in ("a " * 13, "a " * 12))
+    assert long["status"] == "queued" and "a prompt has 13 words" in long["warning"] and short["warning"] is None
+
+
 def test_health_that_is_well_leaves_no_line_in_the_log(visit, caplog):
     """It is asked for every few seconds; what is not well is told."""
     caplog.set_level("INFO", logger="megadit.gateway")
