@@ -139,7 +139,7 @@ def _read(name: str, path: str) -> bytes:
 
 
 def _made(client: VideoClient | GatewayClient, request: VideoRequest, generation: Generation) -> list[VideoResult]:
-    """The videos, after a warning of what may be wrong with the request."""
+    """Return the videos, after a warning of what may be wrong with the request."""
     if warning := client.info().warning(request):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     return _watch(generation)

@@ -381,7 +381,7 @@ class ServiceInfo:
     """Number of words in the longest training caption, where known."""
 
     def warning(self, request: VideoRequest) -> str | None:
-        """What may be wrong with a valid request; adapters do not say how long their captions were."""
+        """Return what may be wrong with a valid request; adapters do not say how long their captions were."""
         return None if request.adapter_scales() else far_longer([request.text], self.longest_caption)
 
     @property
