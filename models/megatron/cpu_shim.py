@@ -9,6 +9,8 @@ is itself an overridable function), and costs a Python call per operation.
 
 import contextlib
 import functools
+import importlib
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -39,6 +41,7 @@ def install() -> None:
     _stand_in_for_cuda()
     _pad_uneven_all_gather()
     _quieten()
+    _import_without_compiler()
 
 
 def install_for_experts() -> None:
@@ -149,6 +152,19 @@ def _pad_uneven_all_gather() -> None:
             part.view(-1).copy_(whole[:size])
 
     dist.all_gather = padded
+
+
+def _import_without_compiler() -> None:
+    """Imports Megatron without torch's compiler, for fusions that these networks do not call, and without wandb, for an
+    engine of language models: they are more than half of its time."""
+    compiler, torch.compile = torch.compile, lambda function=None, **options: function or (lambda each: each)
+    is_hidden = sys.modules.setdefault("wandb", None) is None
+    try:
+        importlib.import_module("megatron.core.optimizer")
+    finally:
+        torch.compile = compiler
+        if is_hidden:
+            del sys.modules["wandb"]
 
 
 def _quieten() -> None:

@@ -52,3 +52,15 @@ def test_importing_patches_nothing_and_optimizers_of_megatron_need_it():
         "except (AssertionError, RuntimeError): pass\n"
         "else: raise SystemExit('it started')"
     )
+
+
+def test_megatron_comes_without_compiler_and_wandb_which_others_may_import():
+    run(
+        "import sys, torch; compiler = torch.compile\n"
+        "from megadit.models.megatron import cpu_shim; cpu_shim.install()\n"
+        "assert {'megatron.core.optimizer'} <= {*sys.modules} and not {'torch._dynamo', 'wandb'} & {*sys.modules}\n"
+        "assert torch.compile is compiler\n"
+        "from megatron.core.jit import jit_fuser\n"
+        "assert jit_fuser(run := lambda x: x + 1) is run and jit_fuser(dynamic=True)(run) is run\n"
+        "import importlib.util; assert importlib.util.find_spec('wandb') is None or __import__('wandb').__version__\n"
+    )
