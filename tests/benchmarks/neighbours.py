@@ -56,6 +56,9 @@ class NeighbourOptions:
     bundle: str = setting(positional=True, metavar="BUNDLE")
     attack: tuple[str, ...] = setting((), "of the table below (default: all); may be repeated", repeated=True)
     seconds: float = setting(10.0, "of each attack (default: {default:g})", above=0, metavar="S")
+    requests_per_minute: int = setting(
+        KeyLimits().requests_per_minute, "limit of each attacking key (default: {default}, that of any key)", low=1
+    )
     jobs: int = setting(6, "videos of the neighbour during each (default: {default})", low=1, metavar="N")
 
 
@@ -199,7 +202,8 @@ def _with(key: str) -> dict[str, str]:
 
 def _measure(name: str, service: "_Service", options: NeighbourOptions) -> Seen:
     before, peak, seconds = service.gateway(), 0.0, []
-    command = [sys.executable, __file__, "--hostile", name, str(service.port), str(options.seconds), *service.hostile]
+    keys = service.new_keys(ATTACKS[name].num_keys, requests_per_minute=options.requests_per_minute)
+    command = [sys.executable, __file__, "--hostile", name, str(service.port), str(options.seconds), *keys]
     with httpx.Client(base_url=service.url, headers=_with(service.mine), timeout=60) as client:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hostile:
             ids: list[str] = []
@@ -229,10 +233,13 @@ class _Service:
 
     def __init__(self, process: subprocess.Popen, port: int, store: Path) -> None:
         self.process, self.port, self.url = process, port, f"http://127.0.0.1:{port}"
-        with closing(Database(str(store))) as database:
-            ring, limits = KeyRing(database), KeyLimits(requests_per_minute=10**6)
-            self.mine = ring.add("neighbour", limits=limits)[0]
-            self.hostile = [ring.add("hostile", limits=limits)[0] for _ in range(32)]
+        self._store = str(store)
+        (self.mine,) = self.new_keys(1, requests_per_minute=10**6)
+
+    def new_keys(self, count: int, **limits: int) -> list[str]:
+        with closing(Database(self._store)) as database:
+            ring = KeyRing(database)
+            return [ring.add("somebody", limits=KeyLimits(**limits))[0] for _ in range(count)]
 
     def gateway(self) -> int:
         """Its process."""
