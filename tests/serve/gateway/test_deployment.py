@@ -124,7 +124,7 @@ def test_systemd_knows_every_line(tmp_path):
     read_options(UpOptions, arguments[: arguments.index("--")], prog="up", groups={"all": names})
     if tool is None:
         pytest.skip("no systemd-analyze; on Debian: apt-get install systemd")
-    there = text.replace("/opt/megadit/bin/megadit", sys.executable)  # which has to be there
+    there = text.replace("/opt/megadit/bin/megadit", f'"{sys.executable}"')  # which has to be there
     spoiled = there.replace("Restart=always", "Restart=whenever")
     for name, content, is_right in (("right", there, True), ("spoiled", spoiled, False)):
         unit = tmp_path / f"{name}.service"
