@@ -82,8 +82,8 @@ def _hash64(text: str) -> int:
 def normal(key_R: Tensor, position_R: Tensor, width: int, *, stream: int | Tensor) -> Tensor:
     """Standard normal numbers, float32 [R, width], by Box and Muller (1958); none exceeds 6.8 in magnitude.
 
-    `key_R`, `position_R` and the stream, if each row has its own, are int64. Identical bit for bit on every device,
-    unless a compiler fuses the operations.
+    `key_R` and `position_R` are int64, and so is `stream` [R] if each row has its own. Identical bit for bit on every
+    device, unless a compiler fuses the operations.
     """
     if has_kernels(key_R) and kernel_is_exact(key_R.device):
         from megadit.models.diffusion.noise_kernel import normal_by_kernel
@@ -112,7 +112,7 @@ def kernel_is_exact(device: torch.device) -> bool:
 
 
 def normal_by_operations(key_R: Tensor, position_R: Tensor, width: int, *, stream: int | Tensor) -> Tensor:
-    """The definition of `normal`, float32 [R, width]."""
+    """The definition of `normal`, float32 [R, width]; `stream` is a number, or int64 [R]."""
     words = _words(key_R, position_R, width, stream)
     radius = (-2 * _log((words[..., 0::2].double() + 0.5) * 2.0**-32)).sqrt()
     cosine, sine = _point_on_circle(words[..., 1::2])

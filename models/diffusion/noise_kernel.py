@@ -24,7 +24,7 @@ LN_2, HALF_PI = tl.constexpr(math.log(2)), tl.constexpr(math.pi / 2)
 
 
 def normal_by_kernel(key_R: Tensor, position_R: Tensor, width: int, stream: int | Tensor) -> Tensor:
-    """`noise.normal`, float32 [R, width]; keys, positions and streams are int64 [R]."""
+    """`noise.normal`, float32 [R, width]; `stream` is a number, or int64 [R] as keys and positions are."""
     stream_R = stream if isinstance(stream, Tensor) else torch.full_like(key_R, stream)
     key_R, position_R, stream_R = key_R.contiguous(), position_R.contiguous(), stream_R.contiguous()
     out_RW = torch.empty(len(key_R), width, device=key_R.device)

@@ -136,7 +136,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
         "scontrol": SCONTROL,
         "squeue": SQUEUE,
     }.items():
-        (programs / name).write_text(f"#!{sys.executable}\n{text}")
+        (programs / name).write_text(f'#!/usr/bin/env -S "{sys.executable}"\n{text}')  # its path may have spaces
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(state))

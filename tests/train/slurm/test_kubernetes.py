@@ -70,7 +70,7 @@ def kubectl(tmp_path, monkeypatch) -> Path:
     programs, state = tmp_path / "bin", tmp_path / "kubernetes"
     programs.mkdir()
     state.mkdir()
-    (programs / "kubectl").write_text(f"#!{sys.executable}\n{KUBECTL}")
+    (programs / "kubectl").write_text(f'#!/usr/bin/env -S "{sys.executable}"\n{KUBECTL}')  # its path may have spaces
     (programs / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_KUBERNETES", str(state))

@@ -100,7 +100,7 @@ def nodes(slurm, monkeypatch):
     srun = (programs / "srun").read_text()
     own = '"SLURM_PROCID": str(task), "SLURMD_NODENAME": f"node-{task}"'
     (programs / "srun").write_text(srun.replace('"SLURM_PROCID": str(task)', own))
-    (programs / "python").write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    (programs / "python").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
     for program in programs.iterdir():
         program.chmod(0o755)
     monkeypatch.setattr("megadit.train.slurm.scripts._preamble", lambda cluster: [])
