@@ -147,7 +147,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         Server-sent events: `video.queued`, `video.in_progress`, `video.preview`; in the end `video.completed`,
         `video.failed` or `video.deleted`.
         """
-        await run_in_threadpool(_find, gateway, key, video_id)
+        await streams.look(_find, gateway, key, video_id)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return streams.open(key, video_id, headers)
 

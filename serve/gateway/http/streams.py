@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +23,7 @@ from megadit.serve.gateway.store.keys import Key
 from megadit.serve.gateway.store.patience import patient
 
 _SECONDS_BETWEEN_LOOKS = 0.2
+_LOOKS_AT_ONCE = 2
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
 
 
@@ -47,6 +48,12 @@ class Streams:
         self._gateway = gateway
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._looks = CapacityLimiter(_LOOKS_AT_ONCE)
+
+    async def look(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that asks the store, in a thread: few at once, so that other requests do not wait for many
+        streams."""
+        return await to_thread.run_sync(function, *arguments, limiter=self._looks)
 
     def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
         """Open a stream, which counts until its response has ended.
@@ -73,7 +80,7 @@ class Streams:
         try:
             while True:
                 with patient():  # each look by itself
-                    job = await run_in_threadpool(self._gateway.store.get, key.id, video_id)
+                    job = await self.look(self._gateway.store.get, key.id, video_id)
                 if job is None or job.has_ended:
                     return job
                 if self._gateway.runner.is_draining and job.status == QUEUED:
@@ -99,7 +106,7 @@ class Streams:
         last, shown, reported_at = None, 0, time.monotonic()
         while not self._gateway.runner.is_draining:
             with patient():  # each look by itself
-                job, preview = await run_in_threadpool(self._poll, key, video_id, shown)
+                job, preview = await self.look(self._poll, key, video_id, shown)
             if job is None:
                 yield "event: video.deleted\ndata: {}\n\n"
                 return
