@@ -13,8 +13,11 @@ from unittest import mock
 import anyio
 import httpx
 import pytest
+from anyio import to_thread
+from starlette.concurrency import run_in_threadpool
 
 from megadit.serve.gateway.http.middleware import Surroundings
+from megadit.serve.gateway.http.streams import Streams
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.turns import Turns
 from megadit.serve.tracing import Tracing
@@ -173,3 +176,23 @@ def test_a_key_rests_after_work_that_holds_the_interpreter():
 
     anyio.run(main)
     assert began["first"] < began["other"] < began["second"] - 0.02 and began["second"] - began["first"] >= 0.079
+
+
+def test_streams_that_wait_for_the_store_leave_threads_to_others(gateway):
+    """A thousand streams look two at a time, while another request has a thread of the pool at once."""
+    streams, begun, goes_on = Streams(gateway), threading.Semaphore(0), threading.Event()
+
+    def slow():
+        begun.release()
+        goes_on.wait(60)
+
+    async def everything():
+        async with anyio.create_task_group() as group:
+            for _ in range(1000):
+                group.start_soon(streams.look, slow)
+            assert await run_in_threadpool(begun.acquire, timeout=60), "others have their turn"
+            waiting = to_thread.current_default_thread_limiter().statistics().borrowed_tokens
+            goes_on.set()
+        return waiting
+
+    assert anyio.run(everything) == 0
