@@ -76,7 +76,10 @@ def prepare(home: Path) -> Path:
         return directory
     with held_alone(directory.with_name(f".{directory.name}.lock")):
         if not directory.is_dir():  # no other process made it meanwhile
-            print("Preparing the environment of Triton's Python backend (once)", file=sys.stderr)
+            compiled = (
+                f"; {NUMPY} is compiled for this Python, which takes minutes" if sys.version_info >= (3, 13) else ""
+            )
+            print(f"Preparing the environment of Triton's Python backend (once{compiled})", file=sys.stderr)
             with atomic_directory(directory) as temporary:
                 _collect_backend(home, temporary / "backends" / "python")
                 _make_environment(temporary / "python")
