@@ -102,11 +102,12 @@ def become(command: list[str], folder: str, environment: dict[str, str], output:
     os.environ.clear()
     os.environ.update(environment)
     numpy.random.seed()  # as in processes that have nothing in common
-    imports_from_folder = command[0] != "-P"
-    if not imports_from_folder:
-        command = command[1:]
+    is_safe = command[0] == "-P"
+    command = command[is_safe:]
     kind, *sys.argv = command if command[0] in ("-m", "-c") else ("script", *command)
-    sys.path[:1] = [str(Path(sys.argv[0]).parent) if kind == "script" else folder] if imports_from_folder else []
+    sys.path[0] = str(Path(sys.argv[0]).parent) if kind == "script" else folder
+    if is_safe:
+        del sys.path[0]
     if kind == "-m":
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     elif kind == "script":

@@ -8,7 +8,7 @@ counterpart is left unchanged, and later refused by name. Settings that have onl
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megadit.models.shared.errors import UserError
@@ -182,12 +182,12 @@ def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """
     translated: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for theirs, value in _in_single_keys(_without_recompute_method(values)).items():
-        ours = _our_key(theirs, known)
-        if ours is None or (ours != theirs and value is None):
-            _check_fixed(theirs, value)
+    for theirs, key, value in _one_by_one(_without_recompute_method(values)):
+        ours = _our_key(key, known)
+        if ours is None or (ours != key and value is None):
+            _check_fixed(key, value)
             continue
-        value = _VALUES[theirs](value) if theirs in _VALUES and ours != theirs else value
+        value = _VALUES[key](value) if key in _VALUES and ours != key else value
         if translated.get(ours, value) != value:
             raise UserError(f"{sources[ours]} and {theirs} both mean {ours}, and differ; keep one of them")
         translated[ours], sources[ours] = value, theirs
@@ -207,15 +207,13 @@ def _without_recompute_method(values: dict[str, Any]) -> dict[str, Any]:
     return left
 
 
-def _in_single_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of `PAIRS` under a key each."""
-    left = dict(values)
-    for key in PAIRS.keys() & values.keys():
-        value = left.pop(key)
-        if not isinstance(value, list) or len(value) != 2:
-            raise UserError(f"{key}={value} must be two numbers, such as [0.9,0.95]")
-        left |= zip(PAIRS[key], value, strict=True)
-    return left
+def _one_by_one(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(their key, the key of one value, the value), of which `PAIRS` have two."""
+    for theirs, value in values.items():
+        keys = PAIRS.get(theirs, (theirs,))
+        if theirs in PAIRS and not (isinstance(value, list) and len(value) == len(keys)):
+            raise UserError(f"{theirs}={value} must be two numbers, such as [0.9,0.95]")
+        yield from ((theirs, *each) for each in zip(keys, value if theirs in PAIRS else [value], strict=True))
 
 
 def _our_key(key: str, known: set[str]) -> str | None:

@@ -115,7 +115,7 @@ def named_recipe(config_file: str | Path) -> str | None:
     Raises:
         UserError: if it cannot be read.
     """
-    return _read_yaml(config_file).get("recipe")
+    return _read_config_file(config_file).get("recipe")
 
 
 def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
@@ -206,10 +206,10 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _read_optional(path: str | Path | None) -> DictConfig:
-    return _read_yaml(path) if path is not None else OmegaConf.create({})
+    return _read_config_file(path) if path is not None else OmegaConf.create({})
 
 
-def _read_yaml(path: str | Path) -> DictConfig:
+def _read_config_file(path: str | Path) -> DictConfig:
     if not Path(path).is_file():
         shipped = Path(__file__).parents[1] / "conf" / Path(path).name
         hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"

@@ -78,11 +78,9 @@ def sampling_noise(batch: PackedBatch, model: DiTConfig, stream_G: Tensor | None
     )
     sides = height_S[:, None] * model.patch_spatial, width_S[:, None] * model.patch_spatial
     position_SK = (t_SK * sides[0] + h_SK) * sides[1] + w_SK
-    key_R, stream_R = (
-        of_G[segment_S].repeat_interleave(len(inner_K3))
-        for of_G in (seed_key_G, torch.full_like(seed_key_G, Stream.NOISE) if stream_G is None else stream_G)
-    )
-    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=stream_R)
+    segment_R, width = segment_S.repeat_interleave(len(inner_K3)), batch.tokens_S1P.shape[-1] // len(inner_K3)
+    stream = Stream.NOISE if stream_G is None else stream_G[segment_R]
+    noise_RC = normal(seed_key_G[segment_R], position_SK.flatten(), width, stream=stream)
     return noise_RC.reshape(len(token_S), 1, -1)
 
 

@@ -84,6 +84,7 @@ def test_every_alias_leads_to_a_key_of_ours():
         (["trainer.devices=8"], "set where the ranks are started"),
         (["scheduler.cycle_lengths=[1000,2000]"], "optimizer.lr_decay_iters=[1000, 2000] is list, expected int"),
         (["optimizer.betas=0.9"], "optimizer.betas=0.9 must be two numbers"),
+        (["optimizer.adam_beta1=0.8", "optimizer.betas=[0.9,0.95]"], "both mean optimizer.adam_beta1, and differ"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(overrides, message):
