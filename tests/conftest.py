@@ -14,6 +14,7 @@ import pytest
 from . import budget, exports, ranks, workers
 
 workers.take_a_share_of_the_cores()  # conftest.py of folders import torch
+workers.keep_bytecode()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,6 +12,7 @@ The workers find the groups, as only they collect tests, and leave them in a fil
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -76,6 +77,13 @@ def take_a_share_of_the_cores() -> None:
     prepare_threads()
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // int(workers))))
+
+
+def keep_bytecode() -> None:
+    """Test files are rewritten and compiled once, also where the environment asks for no bytecode, as containers do:
+    half of what collecting them takes, in each worker of each run."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 class Worker:

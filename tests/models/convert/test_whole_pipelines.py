@@ -1,7 +1,13 @@
 """A bundle becomes a whole pipeline, which diffusers opens: theirs went in, theirs comes out."""
 
+import importlib.util
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
@@ -9,6 +15,8 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.storage import tensor_source
 from tests.bundles import write_tiny_bundle
+from tests.models.convert import load_by_servers
+from tests.models.convert.load_by_servers import SERVERS
 from tests.models.convert.test_conditioning import (
     FORMS,
     NETWORKS,
@@ -122,6 +130,32 @@ def test_servers_find_the_pipeline(tmp_path, write_t5):
     del index["_diffusers_version"]
     write_json(tmp_path / "out/model_index.json", index)
     assert not sglang.get_is_diffusion_model(str(tmp_path / "out")), "negative control"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_server_loads_the_weights(server, tmp_path, write_t5):
+    """By its own loader, in a process of its own: every tensor is used, and every parameter filled."""
+    if importlib.util.find_spec(server) is None:
+        pytest.skip(f"{server}, a server for GPUs, is not installed")
+    text_to_video(tmp_path, write_t5, has_experts=True, boundary_ratio=0.8)
+    assert main([str(tmp_path / "Tiny"), str(tmp_path / "bundle")]) == 0
+    assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
+
+    def loaded(folder):
+        command = [sys.executable, load_by_servers.__file__, server, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        if done.returncode == load_by_servers.NOT_HERE:
+            pytest.skip(f"{server} cannot be imported here: {done.stdout}")
+        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
+
+    for name in ("transformer", "transformer_2"):
+        assert loaded(tmp_path / "out" / name) == {"unused": [], "unfilled": []}
+    file = tmp_path / "out/transformer/diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["blocks.0.attn1.to_r.weight"] = tensors.pop("blocks.0.attn1.to_q.weight")
+    save_file(tensors, file)
+    found = loaded(tmp_path / "out/transformer")
+    assert "blocks.0.attn1.to_r.weight" in (found if isinstance(found, str) else found["unused"]), "negative control"
 
 
 def test_what_diffusers_has_not_is_named(tmp_path, capsys):
