@@ -148,6 +148,7 @@ SHOWN_BY = {
             "--scorer_dir --group_size --reward --scorer_seconds"
         ),
         "train/data/prepare/test_rollouts.py::test_clip_and_optical_flow_are_rewarded_without_a_program": "--clip",
+        "train/data/prepare/test_rollouts.py::test_diversity_is_that_of_an_extractors_features": "--extractors",
         "train/data/prepare/test_rollouts.py::test_steps_from_kept_states_are_those_that_the_sampler_took": "--states",
     },
     **dict.fromkeys(

@@ -87,9 +87,6 @@ class RewardOptions:
     )
     check_interval: int = setting(5, "rounds between comparisons (default: {default})", above=0)
     count: int = setting(32, "prompts of a comparison, two videos each (default: {default})", low=8)
-    extractors: Sequence[Path] = setting(
-        (), "feature extractors for it, as of `megadit evaluate` (default: downscaled frames)"
-    )
     real: Path | None = setting(None, "real videos, for distances from them (needs --extractors)", metavar="DIR")
     spread: tuple[float, float] = setting(
         (0.5, 2.0), "allowed diversity of one prompt's videos, as multiples of the base's (default: {default})"
@@ -281,7 +278,7 @@ def _check(options: RewardOptions, base: Bundle) -> Callable[[Policy], Compariso
     """A function that compares a policy with the base, which has the sampling settings of the rollouts; its inputs are
     checked before anything is made."""
     device = use_device(options.device)
-    extractors = [each for path in options.extractors for each in open_extractors(path, device)]
+    extractors = [each for path in options.scoring.extractors for each in open_extractors(path, device)]
     refuse(options.real and not extractors, "--real needs --extractors, whose features are compared")
     real = None if options.real is None else open_videos(options.real, None)
     prompts = prompts_of(options.check_prompts or options.prompts, None, None, options.count)

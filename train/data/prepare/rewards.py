@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors import open_extractors
-from megadit.infer.evaluate.extractors.base import TextExtractor
+from megadit.infer.evaluate.extractors.base import Extractor, TextExtractor
 from megadit.infer.evaluate.metrics.motion import MotionClips
 from megadit.infer.evaluate.metrics.scorer import scorer_fingerprint
 from megadit.infer.evaluate.metrics.table import ADHERENCE, clip_scores
@@ -58,6 +58,13 @@ class Scoring:
     clip: Path | None = setting(
         None, "CLIP model (a folder of transformers, or a bundle) for the score `clip`", metavar="DIR"
     )
+    extractors: Sequence[Path] = setting(
+        (),
+        "feature extractors, as of `megadit evaluate`; the first of clips compares videos, for the score `diversity` "
+        "(default: latents) and with the base (default: downscaled frames)",
+        nargs="+",
+        metavar="PATH",
+    )
     scorer_seconds: float = setting(60.0, "time limit of a scorer for one video (default: {default})", above=0)
 
     def check(self) -> None:
@@ -75,12 +82,19 @@ class Scoring:
         folders = {"scorers": self.scorer_dir, "watched": self.watch_dir}
         prints = {name: [scorer_fingerprint(folder) for folder in several] for name, several in folders.items()}
         clip = None if self.clip is None else str(self.clip.resolve())
-        return {"group_size": self.group_size, "reward": list(self.reward), "clip": clip, **prints}
+        extractors = [str(path.resolve()) for path in self.extractors]
+        asked = {"group_size": self.group_size, "reward": list(self.reward), "clip": clip, "extractors": extractors}
+        return asked | prints
 
     @property
     def arguments(self) -> list[str]:
         """These settings as a command line."""
-        several = {"--scorer_dir": self.scorer_dir, "--watch_dir": self.watch_dir, "--reward": self.reward}
+        several = {
+            "--scorer_dir": self.scorer_dir,
+            "--watch_dir": self.watch_dir,
+            "--extractors": self.extractors,
+            "--reward": self.reward,
+        }
         found = ["--group_size", str(self.group_size), "--scorer_seconds", f"{self.scorer_seconds:g}"]
         found += [] if self.clip is None else ["--clip", str(self.clip)]
         return found + [word for name, values in several.items() if values for word in (name, *map(str, values))]
@@ -108,11 +122,25 @@ class VideoScores:
             )
             self.weights = weights_of(scoring.reward, self._scorers)
             self._measures = _measures(self.weights, scoring.clip)
+            self._seer = seer_of(scoring.extractors) if OF_GROUPS.keys() & self.weights.keys() else None
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
+
+    def describe(self, video: GeneratedVideo) -> dict[str, Any]:
+        """`scores` of a video, and `features`, if scores of groups compare those of an extractor."""
+        described = {"scores": self.of(video)}
+        if self._seer is None:
+            return described
+        if len(video.video) < self._seer.fewest_frames:
+            raise UserError(
+                f"--extractors: {self._seer.name} needs videos of {self._seer.fewest_frames} frames or more"
+            )
+        frames_THWC = torch.from_numpy(video.video)
+        clips_NTHWC = frames_THWC[None] if self._seer.sees == "clips" else frames_THWC[:, None]
+        return described | {"features": self._seer(clips_NTHWC).mean(0).tolist()}
 
     def of(self, video: GeneratedVideo) -> dict[str, float]:
         """All scores of a video; those of a program that fails are left out.
@@ -173,6 +201,12 @@ def _measures(weights: Collection[str], clip: Path | None) -> list[Callable[[Gen
     return [*found, partial(_clip, seer)]
 
 
+def seer_of(paths: Sequence[Path]) -> Extractor | None:
+    """The extractor that compares videos: the first of clips, else the first of pictures; None without any."""
+    found = [each for path in paths for each in open_extractors(path, torch.device("cpu"))]
+    return next((each for each in found if each.sees == "clips"), found[0] if found else None)
+
+
 def _motion(video: GeneratedVideo) -> dict[str, float]:
     flow = MotionClips()
     if len(video.video) < flow.fewest_frames:
@@ -186,13 +220,13 @@ def _clip(seer: TextExtractor, video: GeneratedVideo) -> dict[str, float]:
     return {ADHERENCE: clip_scores(frames_NFD, seer.of_texts([video.prompt])).item()}
 
 
-def diversity(latents: Iterable[Tensor], group_size: int) -> list[float]:
+def diversity(values: Iterable[Tensor], group_size: int) -> list[float]:
     """Score of a video within its group: its mean squared distance from the group's other videos, in multiples of that
     of all groups. It holds a policy back from making one video of each prompt, which other scores reward.
 
-    `latents` are CTHW each; those of one group are held at a time.
+    `values` are latents, CTHW each, or features [D]; those of one group are held at a time.
     """
-    left, distances = iter(latents), []
+    left, distances = iter(values), []
     while group := list(islice(left, group_size)):
         rows_ND = torch.stack(group).float().flatten(1)
         distances.append(torch.cdist(rows_ND, rows_ND).square().sum(1) / max(1, len(group) - 1))
@@ -201,7 +235,8 @@ def diversity(latents: Iterable[Tensor], group_size: int) -> list[float]:
 
 
 OF_GROUPS = {"diversity": diversity}
-"""Name of a score that is computed from a group's latents, without a scorer -> (latents, group size) -> scores."""
+"""Name of a score that is computed from a group's latents or features, without a scorer -> (those, group size) ->
+scores."""
 
 
 def rewards(scores_N: Sequence[float | None], group_size: int) -> list[float | None]:

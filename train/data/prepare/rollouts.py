@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load
+from torch import Tensor
 
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.sampling.resolve import resolve_settings
@@ -59,7 +61,7 @@ def command(source: str, argv: list[str]) -> int:
     """Runs `megadit prepare rollouts`."""
     groups = GROUPS | {
         "most used": ("prompt", "prompt_file", "group_size", "scorer_dir", "reward", "clip", "seed", "overwrite"),
-        "other": ("watch_dir", "scorer_seconds", "adapter", "states"),
+        "other": ("watch_dir", "extractors", "scorer_seconds", "adapter", "states"),
     }
     example = "megadit prepare rollouts bundle data/rollouts --prompt_file prompts.txt --scorer_dir my_scorer"
     about = {"description": ROLLOUTS.description, "examples": (example,)}
@@ -79,7 +81,7 @@ def command(source: str, argv: list[str]) -> int:
             seed=options.seed,
             batch_size=options.batch_size,
             adapters={} if options.adapter is None else {options.adapter: 1.0},
-            describe=lambda video: {"scores": scores.of(video)},
+            describe=lambda video: scores.describe(video),
             states=States(settings, options.states) if options.states else None,
             more=scoring.request | ({"states": options.states} if options.states else {}),
         )
@@ -106,8 +108,10 @@ def give_rewards(weights: Mapping[str, float], group_size: int, folder: Path) ->
     if not (folder / REWARDS_FILE).exists():
         known = {key: description for path in shards for key, description, _ in _samples(path)}
         for name in OF_GROUPS.keys() & weights.keys():
-            latents = (load(tensors)["latent"] for path in shards for *_, tensors in _samples(path))
-            for description, score in zip(known.values(), OF_GROUPS[name](latents, group_size), strict=True):
+            compared = (
+                _compared(description, tensors) for path in shards for _, description, tensors in _samples(path)
+            )
+            for description, score in zip(known.values(), OF_GROUPS[name](compared, group_size), strict=True):
                 description["scores"][name] = score
         scores_N = [weighted(description["scores"], weights) for description in known.values()]
         found = dict(zip(known, rewards(scores_N, group_size), strict=True))
@@ -138,8 +142,14 @@ def _samples(path: Path) -> Iterator[tuple[str, dict[str, Any], bytes]]:
             yield key, parse_json(content, name), contents[f"{key}.safetensors"]
 
 
+def _compared(description: Mapping[str, Any], tensors: bytes) -> Tensor:
+    """Features of a video, if an extractor saw it, else its latents."""
+    return torch.tensor(description["features"]) if "features" in description else load(tensors)["latent"]
+
+
 def _rewarded(samples: Sequence[tuple], reward_of: Mapping[str, float | None]) -> Iterator[tuple[str, bytes]]:
     for key, description, tensors in samples:
+        description.pop("features", None)  # training needs none
         if (reward := reward_of[key]) is not None:
             yield json_member(key, description | {"reward": reward})
             yield f"{key}.safetensors", tensors

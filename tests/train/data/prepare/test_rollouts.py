@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.metrics.motion import MotionClips
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
@@ -118,6 +119,19 @@ def test_diversity_rewards_what_differs_from_its_group(make):
     expected = rewards(diversity(latents_NCTHW, 3), 3)
     assert [each.reward for each in iter_descriptions(out, "train")] == pytest.approx(expected)
     assert len({*expected}) > 2
+
+
+def test_diversity_is_that_of_an_extractors_features(make, bundle, clip_folder):
+    out = make("--reward", "diversity=1", "--extractors", str(clip_folder), "--num_video_frames", "5")
+    (seer,) = open_extractors(clip_folder, torch.device("cpu"))
+    settings = {"num_frames": 5, "seeds": list(range(6))}
+    videos = TextToVideo.from_pretrained(bundle)(["a dog"] * 3 + ["a cat"] * 3, **settings)
+    features_ND = torch.stack([seer(torch.from_numpy(each.video)[:, None]).mean(0) for each in videos])
+    found = [each.reward for each in iter_descriptions(out, "train")]
+    assert found == pytest.approx(rewards(diversity(features_ND, 3), 3), abs=1e-3)
+    latents = [load(content)["latent"] for name, content in members(out).items() if "safe" in name]
+    assert found != pytest.approx(rewards(diversity(latents, 3), 3), abs=1e-2), "those are others"
+    assert all("features" not in json.loads(content) for name, content in members(out).items() if "json" in name)
 
 
 def test_clip_and_optical_flow_are_rewarded_without_a_program(bundle, tmp_path, clip_folder, monkeypatch, capfd):
