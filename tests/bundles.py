@@ -27,13 +27,13 @@ DEFAULTS = SamplingSettings(
 
 
 def write_tiny_bundle(
-    path: PathLike | str, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS, **more
+    path: PathLike | str, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS, seed: int = 0, **more
 ) -> Bundle:
     """A random network; where no other tokenizer is given, latents of 4x4x4 pixels, tokens of 2x2 latents."""
     write_bundle(
         path,
         config=config,
-        state_dict=random_state(config),
+        state_dict=random_state(config, seed),
         tokenizer=tokenizer
         or HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
         text_encoder=text_encoder or HashedWordEncoder(dim=config.crossattn_emb_size),

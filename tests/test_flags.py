@@ -191,6 +191,7 @@ SHOWN_BY = {
         "train/checkpoints/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
         "train/checkpoints/test_to_bundle.py::test_defaults_are_chosen": "--default",
         "infer/pipeline/test_adapters.py::test_merged_equals_unmerged": "--merge",
+        "models/convert/test_average.py::test_it_is_the_mean_of_the_weights": "--average",
     },
     "convert": {
         "models/convert/test_pipelines.py::test_licences_travel_and_a_bundle_becomes_a_pipeline_again": "--to",

@@ -13,7 +13,7 @@ from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
-from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.serve.backend.engine import Engine
 from megadit.serve.client import VideoClient

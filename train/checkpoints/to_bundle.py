@@ -6,6 +6,7 @@
     megadit bundle runs/digits/checkpoints/iter_0002000 bundle --ema none
     megadit bundle runs/subject adapter                # run with train.adapter: a PEFT folder
     megadit bundle bundle merged --merge adapter:0.8   # a bundle with the adapter merged into its weights
+    megadit bundle bundle mean --average other:0.5     # mean of the weights of two bundles
 
 Tokenizer and text encoder are copied from the folder of the data set.
 """
@@ -23,7 +24,8 @@ from megadit.infer.sampling.resolve import DefaultOptions, changed_defaults
 from megadit.models.bundle import Bundle, write_bundle
 from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import write_adapter
-from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.convert.merging.average import average_bundles
+from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.lora.named import parse_adapters
 from megadit.models.megatron.checkpoint import (
     CONFIG,
@@ -59,7 +61,7 @@ NUM_PROMPTS = 6
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleOptions:
     checkpoint: Path = setting(
-        help="folder of a run, or one of its checkpoints/iter_*; with --merge a bundle", positional=True
+        help="folder of a run, or one of its checkpoints/iter_*; with --merge or --average a bundle", positional=True
     )
     out: Path = setting(help="the bundle to write, or the adapter; one already there is replaced", positional=True)
     ema: str = setting(
@@ -80,14 +82,21 @@ class BundleOptions:
         repeated=True,
         metavar="PATH[:SCALE]",
     )
+    average: tuple[str, ...] = setting(
+        (),
+        "bundle of the same network whose weights are averaged with the bundle's own, and their weight beside its 1 "
+        "(default: 1); repeat for several",
+        repeated=True,
+        metavar="PATH[:WEIGHT]",
+    )
     defaults: DefaultOptions = group(DefaultOptions)
 
 
 @command(BundleOptions, prog="megadit bundle", description="Turns a training checkpoint into a bundle.")
 def main(options: BundleOptions) -> int:
     """Run the command; return 0, or 2 after printing an error."""
-    if options.merge:
-        _merge(options)
+    if options.merge or options.average:
+        _rewrite(options)
         return 0
     for checkpoint, out in chosen_checkpoints(options):
         ema = choose_average(checkpoint, options.ema)
@@ -121,14 +130,21 @@ def _steps(checkpoints: Sequence[Path]) -> str:
     return ", ".join(map(step_of, checkpoints)) or "none"
 
 
-def _merge(options: BundleOptions) -> None:
-    if options != replace(BundleOptions(checkpoint=options.checkpoint, out=options.out), merge=options.merge):
-        raise UserError("--merge takes a bundle as it is: leave out --ema, --step, --dataset and --default")
-    for path, reading in merge_bundle(
-        open_bundle(options.checkpoint), parse_adapters(options.merge), options.out
-    ).items():
-        print(f"{path}: {reading}")
-    print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge)}")
+def _rewrite(options: BundleOptions) -> None:
+    """Write a bundle again with other weights."""
+    changes = {"merge": options.merge} if options.merge else {"average": options.average}
+    if options != replace(BundleOptions(checkpoint=options.checkpoint, out=options.out), **changes):
+        raise UserError(
+            "--merge and --average take a bundle as it is, and only one of the two: leave out --ema, --step, --dataset "
+            "and --default"
+        )
+    bundle, others = open_bundle(options.checkpoint), parse_adapters(options.merge or options.average)
+    if options.average:
+        average_bundles(bundle, others, options.out)
+    else:
+        for path, reading in merge_bundle(bundle, others, options.out).items():
+            print(f"{path}: {reading}")
+    print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge or options.average)}")
 
 
 def find_checkpoint(path: Path, step: str | None = None) -> Path:

@@ -1,1 +1,1 @@
-"""Adapter files of PEFT, diffusers, Kohya and ComfyUI: reading, writing, checks and merging."""
+"""Adapter files of PEFT, diffusers, Kohya and ComfyUI: reading, writing and checks."""

@@ -20,7 +20,7 @@ from megadit.models.bundle import Bundle, write_bundle
 from megadit.models.commands.convert import main as convert
 from megadit.models.commands.push_pull import pull_bundle, push_bundle
 from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter, write_adapter
-from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.lora.adapters import adapter_names
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import record_path, sha256_of, write_json

@@ -14,8 +14,8 @@ from megadit.models.commands.convert import main
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert import cosmos, wan
 from megadit.models.convert.adapters.files import read_adapter, read_adapter_of
-from megadit.models.convert.adapters.merge import merge_bundle
 from megadit.models.convert.converted import to_theirs
+from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.convert.published import open_published
 from megadit.models.diffusion.noise import latent_noise, seed_key
 from megadit.models.networks.conditioning import Conditioning

@@ -19,7 +19,7 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter
-from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.diffusion.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config

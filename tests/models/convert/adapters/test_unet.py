@@ -16,7 +16,7 @@ from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.unet import USUAL as USUAL_SETTINGS
 from megadit.models.configs.unet import UNetConfig
 from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter, read_adapter_of, write_adapter
-from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.convert.stable_diffusion import original_entries
 from megadit.models.lora.adapters import load_adapter, set_scale, targets_of
 from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
