@@ -34,8 +34,8 @@ def split_expert(path: str) -> tuple[str | None, str]:
     return (expert, rest) if equals and expert in EXPERTS else (None, path)
 
 
-def parse_adapter(text: str) -> tuple[str, float]:
-    """(path or name, scale) of `PATH:SCALE`, or of `PATH`, whose scale is 1.
+def parse_adapter(text: str, what: str = "adapter") -> tuple[str, float]:
+    """(path or name, scale) of `PATH:SCALE`, or of `PATH`, whose scale is 1; `what` it is, in errors.
 
     Raises:
         UserError: for a scale that is not finite.
@@ -46,19 +46,19 @@ def parse_adapter(text: str) -> tuple[str, float]:
     except ValueError:
         scale = None
     if scale is not None and not math.isfinite(scale):
-        raise UserError(f"adapter {text}: the scale must be a finite number")
+        raise UserError(f"{what} {text}: the scale must be a finite number")
     return (text, 1.0) if scale is None else (path, scale)
 
 
-def parse_adapters(texts: Sequence[str]) -> dict[str, float]:
-    """Path or name -> scale, for several texts.
+def parse_adapters(texts: Sequence[str], what: str = "adapter") -> dict[str, float]:
+    """Path or name -> scale, for several texts; `what` they are, in errors.
 
     Raises:
         UserError: as `parse_adapter`, and for repeated adapters.
     """
-    scales = dict(map(parse_adapter, texts))
+    scales = dict(parse_adapter(text, what) for text in texts)
     if len(scales) < len(texts):
-        raise UserError(f"an adapter is given twice in {', '.join(texts)}; give it once, with one scale")
+        raise UserError(f"one {what} is given twice in {', '.join(texts)}; give it once, with one scale")
     return scales
 
 

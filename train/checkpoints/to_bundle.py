@@ -138,11 +138,11 @@ def _rewrite(options: BundleOptions) -> None:
             "--merge and --average take a bundle as it is, and only one of the two: leave out --ema, --step, --dataset "
             "and --default"
         )
-    bundle, others = open_bundle(options.checkpoint), parse_adapters(options.merge or options.average)
+    bundle = open_bundle(options.checkpoint)
     if options.average:
-        average_bundles(bundle, others, options.out)
+        average_bundles(bundle, parse_adapters(options.average, "bundle"), options.out)
     else:
-        for path, reading in merge_bundle(bundle, others, options.out).items():
+        for path, reading in merge_bundle(bundle, parse_adapters(options.merge), options.out).items():
             print(f"{path}: {reading}")
     print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge or options.average)}")
 

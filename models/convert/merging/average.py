@@ -21,8 +21,8 @@ def average_bundles(bundle: Bundle, others: Mapping[str, float], out: Path) -> N
     whole or not at all.
 
     Raises:
-        UserError: for a bundle of another network, tokenizer or text encoder, a weight that is not above 0, and if
-            `out` is the bundle itself or holds something else.
+        UserError: for a bundle of another network, tokenizer, text encoder or license, a weight that is not above 0,
+            and if `out` is the bundle itself or holds something else.
     """
     check_other(bundle, out)
     opened = {path: Bundle.open(path) for path in others}
@@ -33,9 +33,9 @@ def average_bundles(bundle: Bundle, others: Mapping[str, float], out: Path) -> N
     first, *second = [_mean(network, bundle, opened, others) for network in bundle.networks]
     training = bundle.manifest.get("training") or {}
     averaged = [{"weight": others[path], **(other.manifest.get("training") or {})} for path, other in opened.items()]
-    write_rewritten(
-        bundle, out, first, *second, defaults=bundle.defaults, training={**training, "averaged_with": averaged}
-    )
+    training = {**training, "averaged_with": [*training.get("averaged_with", ()), *averaged]}
+    licensed = next((each for each in (bundle, *opened.values()) if each.license is not None), bundle)
+    write_rewritten(bundle, out, first, *second, defaults=bundle.defaults, training=training, licensed=licensed)
 
 
 def _check_same(bundle: Bundle, path: str, other: Bundle) -> None:
@@ -44,6 +44,8 @@ def _check_same(bundle: Bundle, path: str, other: Bundle) -> None:
         part.replace("_", " "): other.manifest["fingerprints"].get(part) == fingerprint
         for part, fingerprint in bundle.manifest["fingerprints"].items()
     }
+    licenses = {each.license.name for each in (bundle, other) if each.license is not None}
+    parts["license"] = len(licenses) < 2
     for part, is_same in parts.items():
         if not is_same:
             raise UserError(f"--average {path}: its {part} is not that of {bundle.path}; average what has one origin")

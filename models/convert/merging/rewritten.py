@@ -31,8 +31,10 @@ def write_rewritten(
     *,
     defaults: SamplingSettings,
     training: Mapping[str, Any],
+    licensed: Bundle | None = None,
 ) -> None:
-    """Writes `out` with these weights of the bundle's network, or of its two, whole or not at all."""
+    """Writes `out` with these weights of the bundle's network, or of its two, whole or not at all; its license is that
+    of the bundle `licensed` (default: `bundle`)."""
     write_bundle(
         out,
         config=bundle.config,
@@ -44,7 +46,7 @@ def write_rewritten(
         image_encoder=bundle.load_image_encoder(),
         defaults=defaults,
         training=training,
-        license=_license(bundle),
+        license=_license(licensed or bundle),
     )
 
 

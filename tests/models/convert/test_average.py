@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from megadit.models.bundle import Bundle
+from megadit.models.storage.license import License
 from megadit.models.storage.weights import load_network
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.train.checkpoints.to_bundle import main
@@ -47,7 +48,12 @@ def test_what_has_not_one_origin_is_refused(tmp_path, capsys):
     other = write_tiny_bundle(tmp_path / "other", config=replace(CONFIG, num_layers=1))
     texts = HashedWordEncoder(dim=CONFIG.crossattn_emb_size, max_length=7)
     shorter = write_tiny_bundle(tmp_path / "shorter", text_encoder=texts)
+    free, bound = (
+        write_tiny_bundle(tmp_path / name, license=License(name=name)).path for name in ("apache-2.0", "openmdw-1.0")
+    )
     for argv, said in (
+        ([free, tmp_path / "out", "--average", bound], "its license is not that of"),
+        ([one, tmp_path / "out", "--average", two, "--average", f"{two}:2"], "one bundle is given twice"),
         ([one, tmp_path / "out", "--average", two, "--ema", "none"], "leave out --ema"),
         ([one, tmp_path / "out", "--average", two, "--merge", two], "only one of the two"),
         ([one, tmp_path / "out", "--average", f"{two}:0"], "a weight is above 0"),
@@ -58,3 +64,5 @@ def test_what_has_not_one_origin_is_refused(tmp_path, capsys):
         assert main([*map(str, argv)]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    assert main([*map(str, [one, tmp_path / "out", "--average", bound])]) == 0
+    assert Bundle.open(tmp_path / "out").license == License(name="openmdw-1.0")
