@@ -193,7 +193,7 @@ def config_keys(config_class: type = RunConfig, prefix: str = "") -> tuple[str, 
 
 @cache
 def _hints(config_class: type) -> dict[str, Any]:
-    """Annotations of the fields; to look them up takes a third of reading a configuration."""
+    """Annotations of the fields, which every section of every configuration asks for."""
     return get_type_hints(config_class)
 
 
@@ -290,7 +290,7 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
 def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
     keys = _flatten(OmegaConf.to_container(update))
     try:
-        return OmegaConf.unsafe_merge(base, update)  # in place; a merge that copies both takes three times as long
+        return OmegaConf.unsafe_merge(base, update)  # in place, without copies of both
     except ConfigKeyError as error:
         unknown = error.full_key  # only up to the first unknown section
         whole = next(key for key in keys if f"{key}.".startswith(f"{unknown}."))
