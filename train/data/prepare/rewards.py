@@ -122,7 +122,7 @@ class VideoScores:
             )
             self.weights = weights_of(scoring.reward, self._scorers)
             self._measures = _measures(self.weights, scoring.clip)
-            self._seer = seer_of(scoring.extractors) if OF_GROUPS.keys() & self.weights.keys() else None
+            self._seer = _seer_of(scoring.extractors) if OF_GROUPS.keys() & self.weights.keys() else None
             self._stack = stack.pop_all()
         return self
 
@@ -201,7 +201,7 @@ def _measures(weights: Collection[str], clip: Path | None) -> list[Callable[[Gen
     return [*found, partial(_clip, seer)]
 
 
-def seer_of(paths: Sequence[Path]) -> Extractor | None:
+def _seer_of(paths: Sequence[Path]) -> Extractor | None:
     """The extractor that compares videos: the first of clips, else the first of pictures; None without any."""
     found = [each for path in paths for each in open_extractors(path, torch.device("cpu"))]
     return next((each for each in found if each.sees == "clips"), found[0] if found else None)
