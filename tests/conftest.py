@@ -14,14 +14,13 @@ import pytest
 from . import budget, exports, ranks, workers
 
 workers.take_a_share_of_the_cores()  # conftest.py of folders import torch
-workers.keep_bytecode()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MEGADIT_VARIANTS", "rule")  # bits that are compared do not depend on a measurement
     if not Path("/dev/nvidiactl").exists():  # Triton reads it where it is imported, and its kernels then run on CPUs
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    plugins = [ranks, exports, budget.Meter()]
+    plugins = [ranks, exports, budget.Meter(), workers.Bytecode()]
     plugins += [workers.Worker()] if hasattr(config, "workerinput") else [workers.Dealer(), budget.Table()]
     for plugin in plugins:
         config.pluginmanager.register(plugin)

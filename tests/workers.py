@@ -79,11 +79,15 @@ def take_a_share_of_the_cores() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // int(workers))))
 
 
-def keep_bytecode() -> None:
-    """Test files are rewritten and compiled once, also where the environment asks for no bytecode, as containers do:
-    half of what collecting them takes, in each worker of each run."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
+class Bytecode:
+    """Keeps test files as they were rewritten and compiled, also where the environment asks for no bytecode, as
+    containers do: half of what collecting them takes, in each worker of each run. While tests run, it is as asked."""
+
+    def __init__(self) -> None:
+        self._asked, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+
+    def pytest_collection_finish(self) -> None:
+        sys.dont_write_bytecode = self._asked
 
 
 class Worker:
