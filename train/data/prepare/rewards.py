@@ -61,7 +61,7 @@ class Scoring:
     extractors: Sequence[Path] = setting(
         (),
         "feature extractors, as of `megadit evaluate`; the first of clips compares videos, for the score `diversity` "
-        "(default: latents) and with the base (default: downscaled frames)",
+        "(else the first of pictures; default: latents) and with the base (else: downscaled frames)",
         nargs="+",
         metavar="PATH",
     )
