@@ -91,8 +91,8 @@ gpu-check:
 
 # What a GPU machine without a network lacks beside torch, for the Python that it has.
 GPU_PYTHON_VERSION ?= 3.12
-GPU_WHEELS := anyio attrs av braceexpand bracex cffi deprecation filetype h11 httpcore httpx jsonschema \
-	jsonschema-specifications lark megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf \
+GPU_WHEELS := anyio attrs av braceexpand bracex cffi deprecation diffusers filetype h11 httpcore httpx \
+	importlib-metadata jsonschema jsonschema-specifications lark megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf \
 	opentelemetry-api pycparser rapidyaml referencing rpds-py wcmatch==10.2.1 webdataset xattr
 gpu-wheels:
 	@$(GPU_PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \

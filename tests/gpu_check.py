@@ -66,6 +66,7 @@ MEASUREMENTS = {
     "7b": Measurement(("steps.py", "7b"), 75, True, "training on random samples"),
     "7b-fused": Measurement(("steps.py", "7b-fused"), 75, True, "training on random samples"),
     "7b-four": Measurement(("steps.py", "7b-four"), 75, True, "training on random samples"),
+    "beside-diffusers": Measurement(("beside_diffusers.py",), 120),
     "eight-bits": Measurement(("eight_bits.py",), 45, False, "training on random samples"),
     "7b-eight-bits": Measurement(("steps.py", "7b-eight-bits"), 75, True, "training on random samples"),
     "7b-graphs": Measurement(("steps.py", "7b-graphs"), 75, True, "training on random samples"),

@@ -16,6 +16,7 @@ from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.parallelism.context import ContextGroups
 from megadit.models.megatron.plan import Axes
 from megadit.models.packing.segments import TokenMesh
+from megadit.models.shared.errors import UserError
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
 
@@ -197,7 +198,12 @@ def _order_kernels(layout: ParallelSizes) -> None:
 def _local_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device, num_gpus = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), torch.cuda.device_count()
+    if device.index >= num_gpus:
+        raise UserError(
+            f"this machine has {num_gpus} GPU{'s'[: num_gpus > 1]} for {os.environ.get('LOCAL_WORLD_SIZE', 'more')} ranks, "
+            f"and each rank takes one: start {num_gpus}, or all of them on the CPU with CUDA_VISIBLE_DEVICES="
+        )
     torch.cuda.set_device(device)
     return device
 

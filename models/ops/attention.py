@@ -123,7 +123,7 @@ def has_few_long_groups(layout: Layout) -> bool:
 def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> bool:
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
-    if layout.is_causal:  # its argument for this differs between torch releases
+    if isinstance(layout, DenseLayout) or layout.is_causal:  # its argument for this differs between torch releases
         return False
     # cuDNN plans each new shape, which includes the longest caption of a group: nearly every pack has new ones
     if not has_varlen_attention():

@@ -40,7 +40,7 @@ def _saves_input(x, weight, cos, sin, eps) -> Tensor:
     return _NormRotate.apply(x, weight, cos, sin, eps)
 
 
-@qk_norm_rope.variant("one_pass", suits=lambda *_: True, traceable=True)
+@qk_norm_rope.variant("one_pass", suits=lambda *inputs: not _learns(*inputs), traceable=True)
 def _one_pass(x, weight, cos, sin, eps) -> Tensor:
     return _fused_norm_rotate(x, weight, cos, sin, eps)[0]
 

@@ -28,9 +28,11 @@ def asked_threads() -> int | None:
 
 
 def ranks_that_gain() -> int:
-    """Number of ranks for training a small network on this machine: one a core, at most two, because each waits for the
-    others at every step."""
-    return min(2, available_cores())
+    """Number of ranks for training a small network on this machine: one for each GPU, or without GPUs for each core; at
+    most two, because each waits for the others at every step."""
+    import torch
+
+    return min(2, torch.cuda.device_count() or available_cores())
 
 
 def threads_of_a_rank(ranks: int = 1) -> int:

@@ -178,11 +178,13 @@ from megadit.models.shared.cli.signals import StopRequest, end_with_parent
 end_with_parent()
 with StopRequest() as stop:
     path = pathlib.Path(sys.argv[1]) / f"rank{os.environ['RANK']}"
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
+    def tell(path, number):
+        path.with_suffix(".new").write_text(str(number))
+        path.with_suffix(".new").rename(path)  # whoever sees the file sees all of it
+    tell(path, os.getpid())
     while not stop.has_come:
         time.sleep(0.02)
-    path.with_suffix(".told").write_text(str(stop.signal))
+    tell(path.with_suffix(".told"), stop.signal)
 sys.exit(128 + stop.signal)
 """
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import yaml
 
+from megadit.models.megatron.extensions import has_cuda_graphs
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
@@ -83,7 +84,7 @@ Following = TypeVar("Following", bound=FollowingDemo)
 class FollowingOptions:
     out: Path | None = setting(None, "folder for everything (default: runs/, and the demo's name)")
     bundle: Path = setting(Path("runs/demo/bundle"), "bundle to start from ({default})")
-    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a GPU or core, two at most)", low=1)
     steps: int | None = setting(None, "training steps (default: those of the recipe)", low=1)
     stride: int = setting(1, "score every N-th of 432 clips ({default})", low=1)
     seed: int = setting(1234, "seed of training ({default})", low=0)
@@ -152,6 +153,12 @@ def training_stages(
         Stage("train", purpose, train, lambda demo: [demo.training / "finished"], seconds if is_timed else None),
         Stage("bundle", parts, gather, lambda demo: [demo.bundle], seconds_of(8) if is_timed else None),
     )
+
+
+def settings_of_gpus() -> tuple[str, ...]:
+    """Settings with which a small network trains on GPUs: its kernels take a host longer to launch than a GPU to compute,
+    so that blocks are replayed. () where there is no GPU that can."""
+    return ("train.precision=bf16", "parallel.cuda_graph_max_segments=128") if has_cuda_graphs() else ()
 
 
 def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:

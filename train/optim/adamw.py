@@ -5,7 +5,7 @@ stochastically instead (arXiv 2010.06192). The random numbers are a hash of (ste
 reproducible.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,18 +33,24 @@ class HalfMomentAdamW(torch.optim.Optimizer):
         """Factor of all gradients, applied as they are read; a scalar on their device. None: 1."""
         self.rounded: dict[Tensor, Tensor] = {}
         """Parameter -> tensor of the same shape to which its new values are written too, in that tensor's precision."""
+        self._updates = [Recorded() for _ in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         assert closure is None
-        for group in self.param_groups:
+        for group, recorded in zip(self.param_groups, self._updates, strict=True):
             group["step"] = group.get("step", 0) + 1
-            updated = [(place, p) for place, p in enumerate(group["params"]) if p.grad is not None and p.numel()]
+            updated = {place: self._tensors(p) for place, p in enumerate(group["params"]) if p.grad is not None}
+            updated = {place: tensors for place, tensors in updated.items() if len(tensors[0])}
             if not updated:
                 continue
-            factors, seeds = self._factors(group, updated[0][1].device)
-            for place, parameter in updated:
-                self._update(parameter, group, factors, seeds[place])
+
+            def update(factors, seeds, updated=updated, numbers=(*group["betas"], group["eps"])):
+                for place, tensors in updated.items():
+                    fused(_adamw_, *tensors, factors, seeds[place], *numbers)
+
+            changed = [tensor for tensors in updated.values() for tensor in tensors if tensor is not None]
+            recorded(update, changed, self._factors(group, changed[0].device))
 
     def _factors(self, group: dict, device: torch.device) -> tuple[Tensor, Tensor]:
         """Decay, rate, correction and gradient factor, and the seed of each parameter.
@@ -60,14 +66,53 @@ class HalfMomentAdamW(torch.optim.Optimizer):
         place = torch.arange(len(group["params"]), device=device)
         return factors, ((step * 7919 + place) & 0x7FFFFFFF).int()
 
-    def _update(self, parameter: Tensor, group: dict, factors: Tensor, seed: Tensor) -> None:
+    def _tensors(self, parameter: Tensor) -> list[Tensor | None]:
+        """Parameter, gradient, moments and rounded values (or None), flat."""
         state = self.state[parameter]
         if not state:
             state.update({name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS})
-        tensors = [_local(x) for x in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
+        tensors = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
         rounded = self.rounded.get(parameter)
-        other = None if rounded is None else rounded.view(-1)
-        fused(_adamw_, *(x.view(-1) for x in tensors), other, factors, seed, *group["betas"], group["eps"])
+        return [*(_local(x).view(-1) for x in tensors), None if rounded is None else rounded.view(-1)]
+
+
+Compute = Callable[..., None]
+Record = Callable[[Compute, Sequence[Tensor]], Callable[[], None]]
+"""Returns a function that repeats a call with the same input tensors."""
+
+
+def record_cuda_graph(compute: Compute, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Records `compute(*inputs)`, which must have run before, on the current GPU, and returns what repeats it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
+        compute(*inputs)
+    return graph.replay
+
+
+class Recorded:
+    """Calls a function that changes tensors; on a GPU by a CUDA graph from the second call with the same tensors: its
+    kernels, one for each parameter, take a host longer to launch than a GPU to compute."""
+
+    def __init__(self, record: Record | None = None) -> None:
+        """`record` for any device; None: `record_cuda_graph`, on GPUs."""
+        self._record = record
+        self._places: tuple[int, ...] = ()
+        self._inputs: list[Tensor] = []
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, compute: Compute, changed: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """compute(*inputs), which changes `changed`; of the inputs, only values may differ between calls."""
+        record = self._record or (record_cuda_graph if changed[0].is_cuda else None)
+        places = tuple(tensor.data_ptr() for tensor in changed) if record else ()
+        if not places or places != self._places:
+            self._places, self._replay = places, None
+            compute(*inputs)
+            return
+        if self._replay is None:
+            self._inputs = [tensor.clone() for tensor in inputs]
+            self._replay = record(compute, self._inputs)
+        torch._foreach_copy_(self._inputs, list(inputs))
+        self._replay()
 
 
 def _local(tensor: Tensor) -> Tensor:

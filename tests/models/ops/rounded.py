@@ -46,7 +46,7 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _summed(a_BNSL: Tensor, b_BNSK: Tensor, dtype: torch.dtype) -> Tensor:
     """a^T b, [B, N, L, K]."""
-    total = torch.zeros((), dtype=a_BNSL.dtype)
+    total = torch.zeros((), dtype=a_BNSL.dtype, device=a_BNSL.device)
     for a, b in zip(a_BNSL.split(QUERIES_AT_ONCE, 2), b_BNSK.split(QUERIES_AT_ONCE, 2), strict=True):
         total = _round(total + a.mT @ b, dtype)
     return total
@@ -56,7 +56,9 @@ def rounded(op: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     """A function of the inputs of the op `attention` or `batch_attention`, in float64."""
 
     def of_batch(q, k, v, mask):
-        return _Rounded.apply(q, k, v, torch.ones((), dtype=torch.bool) if mask is None else mask, dtype)
+        return _Rounded.apply(
+            q, k, v, torch.ones((), dtype=torch.bool, device=q.device) if mask is None else mask, dtype
+        )
 
     def of_layout(q, k, v, layout, cross):
         mask = _attended(layout, cross, len(q), len(k), q.device)[:, None]

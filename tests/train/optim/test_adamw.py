@@ -1,5 +1,7 @@
 """AdamW with bfloat16 moments against torch's with float32 ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,59 @@ def test_bits_are_uniform_and_differ_from_step_to_step():
 def test_the_same_step_gives_the_same_moments():
     for one, other in zip(train(HalfMomentAdamW, steps=5), train(HalfMomentAdamW, steps=5), strict=True):
         assert torch.equal(one, other)
+
+
+def many_steps(recorded, moved_at=None):
+    """Weights after steps whose gradients stay in one place but for one step, and how often a recording was made."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(3)]
+    optimizer = HalfMomentAdamW([{"params": parameters}], **SETTINGS)
+    optimizer._updates = [recorded]
+    for parameter in parameters:
+        parameter.grad = torch.empty(6, 4)
+    for step in range(6):
+        if step == moved_at:
+            parameters[1].grad = torch.empty(6, 4)
+        for parameter in parameters:
+            parameter.grad.copy_(torch.randn(6, 4, generator=generator))
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("moved_at", [None, 3])
+def test_a_recorded_step_is_the_step(moved_at):
+    """It is given the numbers of each step, and recorded anew where a gradient lies elsewhere."""
+    recordings = []
+
+    def record(compute, inputs):
+        recordings.append(inputs)
+        return lambda: compute(*inputs)
+
+    ours, expected = many_steps(adamw.Recorded(record), moved_at), many_steps(adamw.Recorded(), moved_at)
+    assert all(map(torch.equal, ours, expected)) and len(recordings) == (1 if moved_at is None else 2)
+
+
+def test_a_recording_that_kept_its_numbers_would_be_seen():
+    """The control: the rate and the random bits of the step in which it was made."""
+    frozen = adamw.Recorded(lambda compute, inputs: partial(compute, *[x.clone() for x in inputs]))
+    assert not all(map(torch.equal, many_steps(frozen), many_steps(adamw.Recorded())))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_the_step():
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for updates in (adamw.Recorded(), adamw.Recorded(lambda compute, inputs: partial(compute, *inputs))):
+        parameters = [nn.Parameter(torch.randn(999, 7, generator=generator.manual_seed(0)).cuda()) for _ in range(5)]
+        optimizer = HalfMomentAdamW([{"params": parameters}], **SETTINGS)
+        optimizer._updates = [updates]
+        optimizer.rounded = {parameter: torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters}
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad.copy_(torch.randn(999, 7, generator=generator))
+            optimizer.step()
+        found.append([*(parameter.detach() for parameter in parameters), *optimizer.rounded.values()])
+    assert all(map(torch.equal, *found))

@@ -26,7 +26,15 @@ from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import FPS, Attributes
 from megadit.train.demos.digits.evaluation import ALL_GUIDANCES, evaluate_bundle
 from megadit.train.demos.digits.samples import DIGITS
-from megadit.train.demos.stages import Stage, TrainingDemo, run_stages, seconds_of, summary_of_seconds, training_stages
+from megadit.train.demos.stages import (
+    Stage,
+    TrainingDemo,
+    run_stages,
+    seconds_of,
+    settings_of_gpus,
+    summary_of_seconds,
+    training_stages,
+)
 from megadit.train.monitoring.curves import MetricsFile, training_curves
 
 MP4_ZOOM = 8
@@ -163,7 +171,9 @@ STAGES = (
         lambda demo: [demo.dataset],
         seconds_of(1.1e-3, of=lambda demo: demo.size.num_clips + demo.size.num_images),
     ),
-    *training_stages("digits", "on Megatron-core", lambda demo: demo.size.overrides, is_timed=True),
+    *training_stages(
+        "digits", "on Megatron-core", lambda demo: (*settings_of_gpus(), *demo.size.overrides), is_timed=True
+    ),
     Stage(
         "generate",
         "make a clip of each held-out caption",
@@ -210,7 +220,7 @@ def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
     out: Path = setting(Path("runs/demo"), "folder for everything ({default})")
-    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a GPU or core, two at most)", low=1)
     quick: bool = setting(False, "test every stage with hardly any training")
     all_guidances: bool = setting(False, "evaluate at guidance 1, 2 and 8, and not at 1 alone: a minute more")
 

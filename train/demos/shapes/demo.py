@@ -35,6 +35,7 @@ from megadit.train.demos.stages import (
     Stage,
     TrainingDemo,
     run_stages,
+    settings_of_gpus,
     summary_of_seconds,
     training_stages,
     write_blend,
@@ -212,7 +213,7 @@ def _draw_subject(demo: ShapesDemo) -> None:
 
 STAGES: Sequence[Stage[ShapesDemo]] = (
     Stage("prepare", "draw captioned scenes and write them as shards", _prepare, lambda demo: [demo.dataset]),
-    *training_stages("shapes", "on Megatron-core", lambda demo: demo.size.overrides),
+    *training_stages("shapes", "on Megatron-core", lambda demo: (*settings_of_gpus(), *demo.size.overrides)),
     Stage("generate", "make a clip of each caption", _generate, lambda demo: [demo.clips("text")]),
     Stage("continue", "go on from first frames", _continue, lambda demo: [demo.clips("first_frame")]),
     Stage("edit", "change what clips show", _edit, lambda demo: [demo.clips("edited")]),
@@ -285,7 +286,7 @@ def _row(scene: Scene, caption: str, video_CTHW: Tensor) -> contact_sheets.Sheet
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapesOptions:
     out: Path = setting(Path("runs/demo-shapes"), "folder for everything ({default})")
-    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a GPU or core, two at most)", low=1)
     quick: bool = setting(False, "test every stage with hardly any training")
 
 
