@@ -201,8 +201,9 @@ def _local_device() -> torch.device:
     device, num_gpus = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), torch.cuda.device_count()
     if device.index >= num_gpus:
         raise UserError(
-            f"this machine has {num_gpus} GPU{'s'[: num_gpus > 1]} for {os.environ.get('LOCAL_WORLD_SIZE', 'more')} ranks, "
-            f"and each rank takes one: start {num_gpus}, or all of them on the CPU with CUDA_VISIBLE_DEVICES="
+            f"each rank takes a GPU of its own, and this machine has {num_gpus} for "
+            f"{os.environ.get('LOCAL_WORLD_SIZE', 'more')} ranks: start {num_gpus}, or set CUDA_VISIBLE_DEVICES= "
+            "for the CPU"
         )
     torch.cuda.set_device(device)
     return device

@@ -27,14 +27,6 @@ def asked_threads() -> int | None:
     return int(said) if said.isdecimal() and int(said) and said != os.environ.get(SHARED_OUT) else None
 
 
-def ranks_that_gain() -> int:
-    """Number of ranks for training a small network on this machine: one for each GPU, or without GPUs for each core; at
-    most two, because each waits for the others at every step."""
-    import torch
-
-    return min(2, torch.cuda.device_count() or available_cores())
-
-
 def threads_of_a_rank(ranks: int = 1) -> int:
     """Number of threads of a rank: the user's choice, or the available cores divided among this machine's ranks."""
     return asked_threads() or max(1, available_cores() // ranks)

@@ -1,5 +1,5 @@
-"""The published Cosmos 7B network by diffusers and by us, of the same random weights: how far apart the denoised latents
-are, and what a call takes of each in turn; then a training step of a few of its layers."""
+"""The published Cosmos 7B network by diffusers and by us, of the same random weights: how far apart the denoised
+latents are, and what a call takes of each in turn; then a training step of a few of its layers."""
 
 import statistics
 import time
@@ -129,9 +129,7 @@ def training() -> None:
     def of_ours() -> None:
         layout = PackLayout.pack([segment], capacity=len(tokens), text_capacity=WORDS)
         text_LBE = rearrange(text, "B L E -> L B E")
-        ours.forward_packed(
-            tokens, level, rearrange(text, "B L E -> L B E"), fps, layout
-        ).float().square().mean().backward()
+        ours.forward_packed(tokens, level, text_LBE, fps, layout).float().square().mean().backward()
         ours.zero_grad()
 
     def of_theirs() -> None:

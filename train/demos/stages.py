@@ -14,12 +14,11 @@ import yaml
 from megadit.models.megatron.extensions import has_cuda_graphs
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration
 from megadit.train.config.load import resolve_config
-from megadit.train.plan.hardware import Gpu, this_device
+from megadit.train.plan.hardware import Gpu, ranks_that_gain, this_device
 from megadit.train.plan.throughput import step_seconds
 
 
@@ -156,8 +155,8 @@ def training_stages(
 
 
 def settings_of_gpus() -> tuple[str, ...]:
-    """Settings with which a small network trains on GPUs: its kernels take a host longer to launch than a GPU to compute,
-    so that blocks are replayed. () where there is no GPU that can."""
+    """Settings with which a small network trains on GPUs: its kernels take a host longer to launch than a GPU to
+    compute, so that blocks are replayed. () where there is no GPU that can."""
     return ("train.precision=bf16", "parallel.cuda_graph_max_segments=128") if has_cuda_graphs() else ()
 
 

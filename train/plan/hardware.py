@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megadit.models.shared.cores import threads_of_a_rank
+from megadit.models.shared.cores import available_cores, threads_of_a_rank
 from megadit.models.shared.errors import choose_one
 from megadit.models.shared.memory import GIB
 
@@ -111,6 +111,14 @@ GPUS: dict[str, Gpu] = {
     )
 }
 """GPUs by name. Network: one 400 Gb/s port per GPU from Hopper on, 200 Gb/s before."""
+
+
+def ranks_that_gain() -> int:
+    """Number of ranks for training a small network on this machine: one for each GPU, or without GPUs for each core; at
+    most two, because each waits for the others at every step."""
+    import torch
+
+    return min(2, torch.cuda.device_count() or available_cores())
 
 
 def this_device(ranks: int) -> Gpu:

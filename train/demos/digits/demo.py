@@ -16,7 +16,6 @@ from torch import Tensor
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.prepare.drawn import prepare_drawn
@@ -36,6 +35,7 @@ from megadit.train.demos.stages import (
     training_stages,
 )
 from megadit.train.monitoring.curves import MetricsFile, training_curves
+from megadit.train.plan.hardware import ranks_that_gain
 
 MP4_ZOOM = 8
 """Each pixel of a clip becomes a square of this side in its mp4: 32 pixels are too few to watch."""

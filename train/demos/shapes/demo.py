@@ -21,7 +21,6 @@ from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.train.data.prepare.drawn import prepare_drawn
 from megadit.train.demos import contact_sheets
@@ -40,6 +39,7 @@ from megadit.train.demos.stages import (
     training_stages,
     write_blend,
 )
+from megadit.train.plan.hardware import ranks_that_gain
 
 SHOWN = {"single": 6, "pair": 12, "single_unseen": 3, "pair_unseen": 3}
 """Clips of each kind in the pictures."""
