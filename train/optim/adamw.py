@@ -5,7 +5,9 @@ stochastically instead (arXiv 2010.06192). The random numbers are a hash of (ste
 reproducible.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,9 +112,17 @@ class Recorded:
             return
         if self._replay is None:
             self._inputs = [tensor.clone() for tensor in inputs]
-            self._replay = record(compute, self._inputs)
+            self._replay = self._recording(record, compute)
         torch._foreach_copy_(self._inputs, list(inputs))
         self._replay()
+
+    def _recording(self, record: Record, compute: Compute) -> Callable[[], None]:
+        try:
+            return record(compute, self._inputs)
+        except RuntimeError as error:  # nothing has been computed
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"the update is not recorded as a CUDA graph, which is slower ({reason})", stacklevel=2)
+            return partial(compute, *self._inputs)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 import os
 
 import pytest
+import torch
 
 from megadit.models.megatron import groups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.shared.errors import UserError
 
 
 def test_one_process_needs_no_torchrun(run_ranks):
@@ -31,3 +33,13 @@ def test_tensor_parallelism_alone_asks_cuda_for_one_queue(layout, given, expecte
     monkeypatch.setattr(os, "environ", {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given})
     groups._order_kernels(layout)
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+@pytest.mark.parametrize(("rank", "num_gpus"), [(1, 1), (4, 2)])
+def test_a_rank_without_a_gpu_is_refused(rank, num_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UserError, match=f"has {num_gpus} for 8 ranks: start {num_gpus}, or set CUDA_VISIBLE_DEVICES="):
+        groups._local_device()

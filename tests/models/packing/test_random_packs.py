@@ -79,9 +79,9 @@ def largest_error(ours, theirs):
     return max(((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(ours, theirs, strict=True))
 
 
-def rounded(tensors, dtype, device):
+def rounded(tensors, dtype):
     """(what the fused step gets, the same numbers in float64)."""
-    ours = [tensor.to(device, dtype).requires_grad_() for tensor in tensors]
+    ours = [tensor.to(dtype).requires_grad_() for tensor in tensors]
     return ours, [tensor.detach().double().requires_grad_() for tensor in ours]
 
 
@@ -100,7 +100,7 @@ def test_an_mlp_in_slices_equals_its_formula(dtype, family, nothing_is_small):
     torch.manual_seed(4)
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    ours, exact = rounded([torch.randn(100, 1, CONFIG.hidden_size).double(), *mlp.parameters()], dtype, "cpu")
+    ours, exact = rounded([torch.randn(100, 1, CONFIG.hidden_size).double(), *mlp.parameters()], dtype)
     names = [name for name, _ in mlp.named_parameters()]
     weights = dict(zip(names, exact[1:], strict=True))
     out = torch.func.functional_call(mlp, dict(zip(names, ours[1:], strict=True)), (ours[0],))
@@ -121,15 +121,15 @@ def network(config, dtype):
     return dit.bfloat16().to(dtype)
 
 
-def packed_and_single(config, layout, dtype):
+def packed_and_single(config, layout, dtype, device):
     """(output and gradients of a pack in `dtype`, those of its samples one by one in float64)."""
     torch.manual_seed(6)
     samples = [segment for segment in layout.segments if not segment.is_padding]
-    latents = [torch.randn(1, 4, *segment.grid).bfloat16() for segment in samples]
-    text = torch.randint(0, 3, (layout.text_capacity, 1, config.crossattn_emb_size)).bfloat16()
-    c_noise_G = torch.tensor([SIGMAS[g % len(SIGMAS)] for g in range(layout.num_segments)]).log() / 4
-    fps_G = torch.tensor([24.0 * (g % 2) for g in range(layout.num_segments)])
-    ours, exact = network(config, dtype), network(config, torch.float64)
+    latents = [torch.randn(1, 4, *segment.grid).bfloat16().to(device) for segment in samples]
+    text = torch.randint(0, 3, (layout.text_capacity, 1, config.crossattn_emb_size)).bfloat16().to(device)
+    c_noise_G = torch.tensor([SIGMAS[g % len(SIGMAS)] for g in range(layout.num_segments)], device=device).log() / 4
+    fps_G = torch.tensor([24.0 * (g % 2) for g in range(layout.num_segments)], device=device)
+    ours, exact = (network(config, each).to(device) for each in (dtype, torch.float64))
     tokens = torch.cat([patchify(x, config) for x in latents])
     tokens = F.pad(tokens, (0, 0, 0, 0, 0, layout.capacity - len(tokens))).to(dtype)
     packed = ours.forward_packed(tokens, c_noise_G, text.to(dtype), fps_G, layout)[: layout.num_tokens]
@@ -145,11 +145,12 @@ def packed_and_single(config, layout, dtype):
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_random_pack_equals_its_samples_one_by_one(family, dtype, nothing_is_small):
+def test_a_random_pack_equals_its_samples_one_by_one(family, dtype, device, nothing_is_small):
     for layout in random_packs(3):
-        ours, theirs = packed_and_single(FAMILIES[family], layout, dtype)
+        ours, theirs = packed_and_single(FAMILIES[family], layout, dtype, device)
         assert largest_error(ours, theirs) < NETWORK_TOLERANCE[dtype] * MORE.get(family, 1), layout
 
 

@@ -103,6 +103,15 @@ def test_a_recording_that_kept_its_numbers_would_be_seen():
     assert not all(map(torch.equal, many_steps(frozen), many_steps(adamw.Recorded())))
 
 
+def test_what_cannot_be_recorded_is_computed():
+    def refuse(compute, inputs):
+        raise RuntimeError("operation not permitted when stream is capturing\n...")
+
+    with pytest.warns(UserWarning, match="not recorded as a CUDA graph, which is slower .operation not permitted"):
+        ours = many_steps(adamw.Recorded(refuse))
+    assert all(map(torch.equal, ours, many_steps(adamw.Recorded())))
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_is_the_step():
     generator = torch.Generator().manual_seed(0)
