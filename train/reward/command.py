@@ -10,6 +10,11 @@ or moved too far, the command ends, and the last good policy is kept. A round th
     megadit reward BUNDLE OUT --prompts prompts.txt --scorer_dir my_scorer --adapter_rank 16
 
 With a rank the policies are adapters on the base, whose weights training holds once.
+
+    megadit reward BUNDLE OUT --prompts prompts.txt --scorer_dir my_scorer --policy_decay 0.5
+
+With a decay the policy that makes the rollouts is an average of what the rounds trained, DiffusionNFT's soft update;
+training goes on from its own weights.
 """
 
 import json
@@ -27,6 +32,7 @@ from megadit.infer.pipeline.adapters import NO_ADAPTERS, adapted_defaults
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle
+from megadit.models.convert.merging.average import average_bundles
 from megadit.models.diffusion.settings import OF_ADAPTERS, PartialSettings
 from megadit.models.megatron.launch import launch
 from megadit.models.shared.cli.command import run_command, run_module
@@ -69,6 +75,13 @@ class RewardOptions:
         "diffusion_nft",
         "train.distill.objective: diffusion_nft needs no likelihoods and takes any sampler, flow_grpo learns of "
         "single steps of the sampler euler with noise (default: {default})",
+    )
+    policy_decay: float = setting(
+        0.0,
+        "how much of the policy a round keeps: policy = decay * policy + (1 - decay) * trained (default: {default}, "
+        "the network as trained)",
+        low=0,
+        below=1,
     )
     states: int = setting(4, "states of each video's sampling that flow_grpo learns of (default: {default})", low=1)
     seed: int = setting(0, "decides prompts and noise of the rollouts (default: {default})", low=0)
@@ -115,7 +128,8 @@ class RewardOptions:
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("prompts", "scorer_dir", "reward", "rounds", "adapter_rank", "nproc", "recipe", "config_file"),
     "a round": (
-        *("objective", "prompts_per_round", "group_size", "train_steps", "beta", "states", "seed", "clip"),
+        *("objective", "prompts_per_round", "group_size", "train_steps", "beta", "policy_decay", "states", "seed"),
+        "clip",
         "scorer_seconds",
     ),
     "sampling of the rollouts (default: the bundle's, without guidance)": ("sampler", "num_steps", "guidance", "eta"),
@@ -137,6 +151,8 @@ class Policy:
 
     bundle: Path
     adapter: Path | None = None
+    trained: Path | None = None
+    """The bundle with which training goes on, where the policy is an average."""
 
     @property
     def place(self) -> Path:
@@ -159,6 +175,7 @@ def _run(argv: list[str]) -> None:
     )
     options.scoring.check()
     refuse(not options.prompts, "give --prompts FILE, a text file with a prompt per line")
+    refuse(options.policy_decay and options.adapter_rank, "--policy_decay averages networks: leave out --adapter_rank")
     with FolderLock(options.out, "rewards"):
         _reward(options)
 
@@ -181,7 +198,7 @@ def _reward(options: RewardOptions) -> None:
             _make_rollouts(options, run, policy, _chosen(prompts, options, number), number, defaults.to_dict())
             run_module("megadit.train", *run.command)
             write_student(result, base, {name: getattr(defaults, name) for name in OF_ADAPTERS})
-        policy = Policy(bundle=base.path, adapter=result) if options.adapter_rank else Policy(bundle=result)
+        policy = _next_policy(options, policy, result)
         scores = read_json(run.folder / "rollouts" / SCORES_FILE)
         found = None
         if number % options.check_interval == 0 or number == options.rounds:
@@ -202,6 +219,19 @@ def _reward(options: RewardOptions) -> None:
     publish(policy.place, out)
     use = f"megadit generate --checkpoint_path {base.path} --adapter {out}" if options.adapter_rank else "export it"
     print(f"{out}: score {scores['score']:.4g} in its last round of rollouts; {use}")
+
+
+def _next_policy(options: RewardOptions, policy: Policy, trained: Path) -> Policy:
+    """The policy after a round that trained this adapter or bundle."""
+    if options.adapter_rank:
+        return replace(policy, adapter=trained)
+    if not options.policy_decay:
+        return Policy(bundle=trained)
+    average = trained.parent / "policy"
+    if not average.exists():
+        decay = options.policy_decay
+        average_bundles(Bundle.open(trained), {str(policy.bundle): decay / (1 - decay)}, average)
+    return Policy(bundle=average, trained=trained)
 
 
 def _chosen(prompts: Sequence[str], options: RewardOptions, number: int) -> list[str]:
@@ -251,6 +281,7 @@ def _training_run(options: RewardOptions, base: Bundle, recipe: str, policy: Pol
         f"train.distill.objective={options.objective}",
         *([f"train.distill.nft_beta={options.beta:g}"] if options.objective == "diffusion_nft" else []),
         *adapter,
+        *([] if policy.trained is None else [f"checkpoint.init_from={policy.trained}"]),
         f"train.output_dir={folder}",
         f"train.train_iters={options.train_steps}",
         *_learning_rate(plain, options.train_steps),

@@ -5,10 +5,12 @@ import shutil
 import time
 
 import pytest
+import torch
 
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter, tensor_file
 from megadit.models.shared.files import write_json
+from megadit.models.storage.weights import load_network
 from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Comparison
 from megadit.train.reward import command as reward
@@ -47,7 +49,8 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
 ):
     """Whole networks by DiffusionNFT, also where the command is killed; adapters by Flow-GRPO."""
     steps = ["--objective", "flow_grpo", "--states", "1", "--sampler", "euler", "--eta", "1"]
-    out, more = tmp_path / "out", ["--adapter_rank", "2", "optimizer.lr=0.1", *steps] if is_adapter else []
+    adapter = ["--adapter_rank", "2", "optimizer.lr=0.1", *steps]
+    out, more = tmp_path / "out", adapter if is_adapter else ["--policy_decay", "0.25"]
     result = "adapter" if is_adapter else "bundle"
     assert main([str(base), *asked, *more]) == 0
     configs = [resolve_config(config_file=out / f"round_00{n}" / "config.yaml").train.distill for n in (1, 2)]
@@ -59,7 +62,7 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
         assert read_adapter(out / result).defaults["guidance"] == 1
         expected = tensor_file(out / result).read_bytes()
     else:
-        assert [each.teacher for each in configs] == [str(base), str(first)]
+        assert [each.teacher for each in configs] == [str(base), str(out / "round_001" / "policy")]
         expected = Bundle.open(out / result).manifest["fingerprints"]
         assert Bundle.open(out / result).defaults.guidance == 1
     lines = [json.loads(line) for line in (out / reward.ROUNDS_FILE).read_text().splitlines()]
@@ -76,7 +79,7 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
     assert found == expected
     if is_adapter:
         return
-    elsewhere = [str(base), str(tmp_path / "killed"), *asked[1:]]
+    elsewhere = [str(base), str(tmp_path / "killed"), *asked[1:], *more]
     for files in ("round_001/rollouts/*", "round_001/checkpoints/iter_*", "round_002/prompts.jsonl"):
         (command,) = start_ranks(1, "-m", "megadit.train.reward.command", *elsewhere)
         while not [*(tmp_path / "killed").glob(files)]:
@@ -155,12 +158,36 @@ def test_a_reward_that_is_cheated_ends_the_run(tmp_path, monkeypatch, fault, sai
         (["--device", "abacus"], "abacus"),
         (["--objective", "flow_grpo", "--eta", "0"], "states need --sampler euler --eta 1"),
         (["model.num_layers=3"], "leave out model.*"),
+        (["--policy_decay", "0.5", "--adapter_rank", "2"], "leave out --adapter_rank"),
+        (["--policy_decay", "1"], "--policy_decay"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(tmp_path, asked, more, said, capsys):
     bundle = write(tmp_path / "base", 0)
     assert main([str(bundle), *asked, "--recipe", "digits", *more]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out" / "round_001").exists()
+
+
+def test_a_policy_is_an_average_and_training_goes_on_from_its_own_weights(tmp_path, monkeypatch):
+    bundle, trained = write(tmp_path / "base", 0), write(tmp_path / "trained", 1)
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    rounds = Rounds(monkeypatch, trained, [FINE])
+    more = ["--prompts", str(tmp_path / "prompts.txt"), "--scorer_dir", "scorer", "--recipe", "digits"]
+    out = tmp_path / "out"
+    assert main([str(bundle), str(out), *more, "--rounds", "3", "--policy_decay", "0.75"]) == 0
+    policies = [bundle, *(out / f"round_00{n}" / "policy" for n in (1, 2, 3))]
+    assert [arguments[1] for arguments, _ in rounds.launched] == [str(policy) for policy in policies[:3]]
+    for number, arguments in enumerate(rounds.trained):
+        starts = [word for word in arguments if word.startswith("checkpoint.init_from=")]
+        assert f"train.distill.teacher={policies[number]}" in arguments
+        assert starts == [f"checkpoint.init_from={out / f'round_00{number}' / 'bundle'}"][: number > 0]
+    base, new, found = (
+        load_network(path / Bundle.open(path).networks[0]).state_dict() for path in (bundle, trained, policies[2])
+    )
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, 0.75**2 * base[name] + (1 - 0.75**2) * new[name], rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(base[name], new[name]) for name in found)
+    assert Bundle.open(out / "bundle").manifest["fingerprints"] == Bundle.open(policies[3]).manifest["fingerprints"]
 
 
 def test_every_option_reaches_its_part(tmp_path, monkeypatch, capsys):
