@@ -32,6 +32,8 @@ FIRST = (
     "triton",
     "ranks",
     "export",
+    # forks readers: cheap as long as this process has imported little
+    "train/data/test_redistribute",
     # slow tests of one file that take minutes each, the longest first
     "train/test_matching",
     "train/test_effects",

@@ -186,6 +186,7 @@ def propose(seen: FolderSummary, machine: Machine, *, data: str, out: str, minut
             break
     else:
         raise UserError(f"{machine.gpu.name} has no room for the smallest run of this folder")
+    rows, config = _replayed(rows, config, machine, scale, latents)
     seconds = step_seconds(config, machine.ranks, machine.gpu)
     samples = config.data.global_batch_size * config.data.seq_length // _most_tokens(latents, scale)
     most = MOST_PASSES * seen.count / samples
@@ -316,6 +317,26 @@ def _rows(
 def _fits(config: RunConfig, machine: Machine) -> bool:
     available = MEMORY_SHARE * machine.gpu.memory
     return needed_memory(with_recompute(config, machine.ranks, available), machine.ranks) <= available
+
+
+def _replayed(
+    rows: list[tuple[str, Any, str]], config: RunConfig, machine: Machine, scale: Scale, latents: list[list[int]]
+) -> tuple[list[tuple[str, Any, str]], RunConfig]:
+    """Rows and their configuration with blocks that are replayed, where a GPU would wait for its host and has memory
+    for them; else as they are."""
+    if machine.gpu.is_cpu:
+        return rows, config
+    segments = config.data.seq_length // (min(map(math.prod, latents)) // scale.patch**2) + 1
+    changed = (
+        ("parallel.recompute_granularity", "none", "there is memory for all, which replayed blocks need"),
+        ("parallel.cuda_graph_max_segments", segments, "blocks are replayed: Python launches them too slowly"),
+    )
+    keys = {key for key, _, _ in changed}
+    replayed = [*(row for row in rows if row[0] not in keys), *changed]
+    found = resolve_config(scale.recipe, overrides=_overrides(replayed))
+    faster = step_seconds(found, machine.ranks, machine.gpu) < step_seconds(config, machine.ranks, machine.gpu)
+    fits = needed_memory(found, machine.ranks) <= MEMORY_SHARE * machine.gpu.memory
+    return (replayed, found) if faster and fits else (rows, config)
 
 
 def _round(value: float) -> int:

@@ -1,6 +1,7 @@
 """`megadit new`: folders as people have them become runs that this machine can do."""
 
 import csv
+import math
 import re
 import shlex
 from pathlib import Path
@@ -122,6 +123,10 @@ def test_what_is_proposed_passes_a_dry_run(folder, tmp_path, capsys):
 def test_what_is_proposed_for_an_h200_fits_it(folder, tmp_path, capsys):
     commands, shown = proposed(capsys, folder, "--out", tmp_path / "out", "--gpu", "h200", "--gpus", "2")
     assert "2 x h200-141gb" in shown and commands[1][-2:] == ["--nproc", "2"]
+    run = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
+    tokens = min(math.prod(shape) for shape in run["data"]["mock_latent_shapes"]) // run["model"]["patch_spatial"] ** 2
+    assert run["parallel"]["cuda_graph_max_segments"] > run["data"]["seq_length"] // tokens, "any pack may be replayed"
+    assert run["parallel"]["recompute_granularity"] == "none"
     assert verbs.main([*commands[1], "--mock", "--dry-run", "--gpu", "h200"]) == 0
     assert "estimated on h200-141gb" in capsys.readouterr().out
 
@@ -148,6 +153,7 @@ def test_options_reach_the_proposal(folder, tmp_path, capsys, monkeypatch):
 
     proposed(capsys, "mine", "--out", "big", "--gpu", "b200", "--gpus", "8")
     big = yaml.safe_load(Path("big/run.yaml").read_text())
+    assert "cuda_graph_max_segments" not in run.get("parallel", {}), "a CPU replays nothing"
     assert big["recipe"] == "dit_pretrain" and big["data"]["global_batch_size"] % 8 == 0
     assert main(["mine", "--out", "x", "--gpu", "b200", "--go"]) == 2
     assert "--go runs here" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from megadit.models.machine import small_operations_speed
 from megadit.models.shared.memory import GIB
 from megadit.train.config.load import resolve_config
 from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.plan.budget import host_seconds
 from megadit.train.plan.hardware import Gpu, find_gpu, this_device
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.search import assess
@@ -54,8 +55,17 @@ def test_what_a_core_measures_counts():
 
 
 def test_a_gpu_takes_what_the_planner_says():
-    run, h200 = load_recipe("pretrain_7b_pack"), find_gpu("h200")
+    run, h200 = load_recipe("performance_7b_8k_baseline"), find_gpu("h200")
     assert step_seconds(run, 8, h200) == assess(run, Layout.of(run, 8), h200).time.total
+
+
+def test_a_gpu_waits_for_python_unless_blocks_are_replayed():
+    h200 = find_gpu("h200")
+    run = resolve_config("digits", overrides=["train.precision=bf16"])
+    layout = Layout.of(run, 1)
+    assert step_seconds(run, 1, h200) == host_seconds(run, layout) > 5 * assess(run, layout, h200).time.total
+    replayed = resolve_config("digits", overrides=["train.precision=bf16", "parallel.cuda_graph_max_segments=128"])
+    assert step_seconds(replayed, 1, h200) == assess(run, layout, h200).time.total
 
 
 def test_a_rank_has_its_share_of_the_cores(monkeypatch):
