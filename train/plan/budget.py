@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megadit.models.ops.attention import has_few_long_groups
 from megadit.train.config.schema import RunConfig
-from megadit.train.plan.estimate import estimate_step
+from megadit.train.plan.estimate import estimate_step, seconds_to_launch
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import spreads_optimizer
@@ -35,9 +35,6 @@ SMALL_KERNELS = 90
 """Kernels of a micro-batch around its layers, noise and noise levels included."""
 LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""
-HOST_PER_LAYER = 1e-2
-"""Seconds that Python needs to launch a layer's forward and backward; a limit if the GPU takes less. The hosts of the
-H100 and the H200 in `train/BENCHMARKS.md` took .0095 and .0117."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +58,9 @@ def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data", "waiting")}
     parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
     computed = sum(part.seconds for part in parts)
-    if config.parallel.cuda_graph_max_segments is None:
-        parts.append(_constant("waiting for the host", max(0.0, host_seconds(config, layout) - computed)))
+    layers = config.model.num_layers / layout.pipeline * layout.num_micro_batches
+    parts.append(_constant("waiting for the host", max(0.0, seconds_to_launch(config) * layers - computed)))
     return parts
-
-
-def host_seconds(config: RunConfig, layout: Layout) -> float:
-    """Seconds that Python needs to launch the blocks of a step on one rank; 0 for blocks that are replayed."""
-    if config.parallel.cuda_graph_max_segments is not None:
-        return 0.0
-    return HOST_PER_LAYER * config.model.num_layers / layout.pipeline * layout.num_micro_batches
 
 
 def _constant(name: str, seconds: float) -> Cost:

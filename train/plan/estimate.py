@@ -1,7 +1,7 @@
 """Estimated time of one optimizer step: a roofline of computation plus exposed communication.
 
-    micro-batch = products + attention + elementwise + tensor-parallel collectives + exposed context exchange
-                + exchange of tokens with experts
+    micro-batch = products + attention + elementwise + waiting for the host + tensor-parallel collectives
+                + exposed context exchange + exchange of tokens with experts
     step        = micro-batch x (micro-batches + (p - 1) / v)  +  exposed gradients and weights  +  update
 
 Two constants are fitted to published throughputs (`calibration`): the fractions of the data sheet's rate that matrix
@@ -24,8 +24,11 @@ LINK_EFFICIENCY = 0.7
 MEMORY_EFFICIENCY = 0.8
 RING_ATTENTION = 0.6
 """Rate of attention around a ring, by FlashAttention-2, relative to that of whole samples, by cuDNN on a Hopper GPU."""
+HOST_SECONDS_PER_LAYER = 1e-2
+"""Minimum time of a layer's forward and backward, which Python launches. The hosts of the H100 and the H200 in
+`train/BENCHMARKS.md` took .0095 and .0117."""
 LAUNCH_SECONDS_PER_LAYER = 1e-3
-"""Minimum time of a layer: about 200 kernels of 5 us each, forward and backward."""
+"""The same for blocks that are replayed: about 200 kernels of 5 us each."""
 COLLECTIVE_SECONDS = 20e-6
 """Minimum time of a collective."""
 UPDATE_BYTES = 28
@@ -52,6 +55,8 @@ class StepTime:
     products: float
     attention: float
     elementwise: float
+    launching: float
+    """Waiting for the host, which launches kernels."""
     tensor: float
     """Collectives of tensor and sequence parallelism, not overlapped."""
     context: float
@@ -74,8 +79,9 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
     """Time of one step of a run on `layout.gpus` of these GPUs."""
     work = work_of(config, layout)
     products, attention, elementwise = _compute_seconds(config, layout, work, gpu, calibration)
-    compute = products + attention + elementwise
     layers = config.model.num_layers / layout.pipeline
+    launching = max(0.0, seconds_to_launch(config) * layers - products - attention - elementwise)
+    compute = products + attention + elementwise + launching
     tensor = _collectives(work.tensor_bytes, _bandwidth(gpu, layout.tensor), 15 * layers if layout.tensor > 1 else 0)
     context = _context_seconds(work, layout, gpu, layers, attention)
     passing = _collectives(work.pipeline_bytes, _bandwidth(gpu, layout.gpus), 2 if layout.pipeline > 1 else 0)
@@ -85,6 +91,7 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
         products=products * m,
         attention=attention * m,
         elementwise=elementwise * m,
+        launching=launching * m,
         tensor=tensor * m,
         context=context * m,
         experts=experts * m,
@@ -112,8 +119,13 @@ def _compute_seconds(
     attention_rate = rate * calibration.attention * (RING_ATTENTION if layout.ring > 1 else 1)
     attention = (1 + work.recompute_attention / 3) * work.attention_flops / attention_rate
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
-    launches = LAUNCH_SECONDS_PER_LAYER * config.model.num_layers / layout.pipeline
-    return products, attention, max(elementwise, launches - products - attention)
+    return products, attention, elementwise
+
+
+def seconds_to_launch(config: RunConfig) -> float:
+    """Seconds to launch a layer's forward and backward."""
+    is_replayed = config.parallel.cuda_graph_max_segments is not None
+    return LAUNCH_SECONDS_PER_LAYER if is_replayed else HOST_SECONDS_PER_LAYER
 
 
 def _bandwidth(gpu: Gpu, ranks: int) -> float:

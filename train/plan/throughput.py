@@ -9,7 +9,6 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import duration
 from megadit.train.config.schema import RunConfig
 from megadit.train.dataset.dataset_info import DatasetInfo
-from megadit.train.plan.budget import host_seconds
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
@@ -29,7 +28,7 @@ def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
     """Estimated seconds of a step on `ranks` ranks with a `gpu` each."""
     layout = Layout.of(with_recompute(config, ranks, gpu.memory), ranks)
     if not gpu.is_cpu:
-        return max(assess(config, layout, gpu).time.total, host_seconds(config, layout))
+        return assess(config, layout, gpu).time.total
     work = work_of(config, layout)
     elementwise = work.elementwise_bytes / (ELEMENTWISE_RATE * gpu.small_speed * threads_of_a_rank(ranks))
     products = expected_imbalance(config, layout.data) * work.flops / gpu.bf16_flops
