@@ -23,6 +23,8 @@ AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "dif
 """Objectives trained at noise levels drawn from `diffusion.noise_levels`, or stored with the samples, not at a list."""
 BY_TANGENT = ("continuous_consistency", "consistency_limit")
 """Objectives that differentiate the student along the teacher's ODE."""
+WITH_TEACHERS = ("diffusion_nft", "dpo", "flow_grpo")
+"""Objectives of the outputs of student and teacher for one input, which pass through pipeline stages together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,17 @@ class DistillConfig:
             "dpo": ("preference",),
             "flow_grpo": ("seed_key", "reward", "noise_index", "sigma", "sigma_down", "sigma_up"),
         }.get(self.objective, ())
+
+    def passes_through_stages(self, student: NetworkConfig) -> bool:
+        """Whether pipeline stages can compute the objective: networks are asked once for each pack, at one input."""
+        return self.objective == "regression" or (
+            self.objective in WITH_TEACHERS and not self.asks_twice(student, None)
+        )
+
+    @property
+    def num_networks_sent(self) -> int:
+        """Networks whose activations pipeline stages exchange."""
+        return 2 if self.objective in WITH_TEACHERS else 1
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
         """Whether guidance takes two forward passes of the teacher (not if it is guidance-distilled; None: unknown)."""

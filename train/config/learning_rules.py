@@ -159,9 +159,15 @@ LEARNING: tuple[Rule[Run], ...] = (
     # distillation
     Rule(
         when=attrgetter("is_student"),
-        needs=lambda run: run.sizes.num_chunks == 1,
-        remedy="train.distill does not support pipeline parallelism; use parallel.pipeline_model_parallel_size=1, and "
-        "tensor or context parallelism or fsdp",
+        needs=lambda run: run.sizes.num_chunks == 1 or run.train.distill.passes_through_stages(run.model),
+        remedy="{train.distill.objective=} does not support pipeline parallelism, as diffusion_nft, flow_grpo, dpo and "
+        "regression do without guidance of the teacher; use parallel.pipeline_model_parallel_size=1, and tensor or "
+        "context parallelism or fsdp",
+    ),
+    Rule(
+        when=attrgetter("is_student"),
+        needs=lambda run: run.sizes.virtual_pipeline == 1,
+        remedy="train.distill needs whole pipeline stages: parallel.virtual_pipeline_model_parallel_size=1",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective != "continuous_consistency",

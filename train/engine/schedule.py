@@ -18,9 +18,16 @@ from megadit.train.optim.state import DataParallel
 
 
 def run_schedule(
-    training: Training, forward_step: Callable[..., Any], batches: Sequence[PackedBatch], *, forward_only: bool = False
+    training: Training,
+    forward_step: Callable[..., Any],
+    batches: Sequence[PackedBatch],
+    *,
+    forward_only: bool = False,
+    num_networks: int = 1,
 ) -> list[Any]:
     """Return the results of `forward_step` for each micro-batch on the last stage; [] on others.
+
+    `num_networks`: networks whose activations stages exchange, one after the other.
 
     All ranks of a model replica call this with the same samples. They are read beforehand, because a stage may be
     several micro-batches ahead of the next.
@@ -30,7 +37,7 @@ def run_schedule(
         data_iterator=[iter(batches) for _ in training.parts],
         model=list(training.parts),
         num_microbatches=len(batches),
-        seq_length=_tokens_sent(training.config.model, batches[0].layout.whole),
+        seq_length=num_networks * _tokens_sent(training.config.model, batches[0].layout.whole),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

@@ -200,6 +200,7 @@ def _with_teacher(training: Training) -> Training:
     frozen = _build_frozen(config, groups, teacher, base=training.network if config.has_one_base else None)
     has_guidance_embedding = teacher.config.guidance_embedding_range is not None
     student = training.network.networks
+    student.teachers_chunk = network_of(frozen)
     student.teacher = denoiser_of(frozen) if has_guidance_embedding else guided(denoiser_of(frozen), asked.guidance)
     critic = _build_critic(config, groups, student, teacher, frozen) if asked.has_critic else None
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)

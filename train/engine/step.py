@@ -189,7 +189,9 @@ def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Ten
     for part in training.parts:
         part.zero_grad_buffer()
     training.optimizer.zero_grad()
-    losses = run_schedule(training, forward_step, batches)
+    distill = training.config.train.distill
+    num_networks = 1 if distill is None else distill.num_networks_sent
+    losses = run_schedule(training, forward_step, batches, num_networks=num_networks)
     return torch.stack(losses) if losses else torch.zeros(0, 3, device=training.groups.device)
 
 

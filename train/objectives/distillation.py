@@ -117,8 +117,9 @@ def consistency_limit(networks: Networks, batch: PackedBatch) -> LossSums:
     return weighted_error(batch, D_S1P, target_S1P, torch.ones_like(sigma_G))
 
 
-def regression(networks: Networks, batch: PackedBatch) -> LossSums:
-    """Regression to the teacher's videos x0 (`megadit prepare trajectories`): lambda(sigma) |D(x; sigma) - x0|^2.
+def regression(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
+    """Regression to the teacher's videos x0 (`megadit prepare trajectories`): lambda(sigma) |D(x; sigma) - x0|^2; or
+    activations [S, 1, D].
 
     At the first level, x is the noise from which the teacher generated x0 (Luhman and Luhman, arXiv 2101.02388, eq. 7);
     at lower levels, which the sampler `consistency` reaches by adding noise, x is x0 with new noise.
@@ -128,8 +129,10 @@ def regression(networks: Networks, batch: PackedBatch) -> LossSums:
     start = replace(batch, tokens_S1P=target_of(batch, torch.zeros_like(batch.tokens_S1P)))
     x_S1P = start.noisy(sigma_G, sampling_noise(batch, networks.config.model), networks.config.model.conditioning_noise)
     x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, _noisy(networks, batch, sigma_G))
-    weight_G = _loss_weight(networks, sigma_G)
-    return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+    D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
+    if not networks.model.dit.part.is_last:
+        return D_S1P
+    return weighted_error(batch, D_S1P, batch.tokens_S1P, _loss_weight(networks, sigma_G))
 
 
 def distribution_matching(networks: Networks, batch: PackedBatch) -> LossSums:
@@ -155,7 +158,7 @@ def distribution_matching(networks: Networks, batch: PackedBatch) -> LossSums:
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 
 
-def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums:
+def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
     """Negative-aware fine-tuning (DiffusionNFT: Zheng et al., arXiv 2509.16117, eq. 5): lambda(sigma)
     (r |D+ - x0|^2 + (1 - r) |D- - x0|^2), with D+- = D_old +- beta (D - D_old).
 
@@ -165,7 +168,10 @@ def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums:
     """
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
     x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
-    old_S1P, D_S1P = networks.teacher(batch, x_S1P, sigma_G), networks.model.denoise(batch, x_S1P, sigma_G)
+    found = _with_teachers(networks, batch, x_S1P, sigma_G)
+    if isinstance(found, Tensor):
+        return found
+    D_S1P, old_S1P = found
     step_S1P = networks.config.train.distill.nft_beta * (D_S1P - old_S1P)
     weight_G, r_G = _loss_weight(networks, sigma_G), batch.extra_G["reward"]
     positive = weighted_error(batch, old_S1P + step_S1P, x0_S1P, r_G * weight_G)
@@ -174,7 +180,7 @@ def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums:
     return LossSums(positive.objective + negative.objective, positive.weighted + negative.weighted, error)
 
 
-def dpo(networks: Networks, batch: PackedBatch) -> LossSums:
+def dpo(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
     """Direct preference optimization (Diffusion-DPO: Wallace et al., arXiv 2311.12908, eq. 14): softplus(beta
     lambda(sigma) m), where m = (e_w - e_w_ref) - (e_l - e_l_ref) for the errors e = |D - x0|^2 of the chosen and of the
     rejected video of a pair, which have the same noise, and of the teacher, the reference.
@@ -184,9 +190,11 @@ def dpo(networks: Networks, batch: PackedBatch) -> LossSums:
     """
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
     x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
-    D_S1P, sign_G = networks.model.denoise(batch, x_S1P, sigma_G), batch.extra_G["preference"]
+    found = _with_teachers(networks, batch, x_S1P, sigma_G)
+    if isinstance(found, Tensor):
+        return found
+    (D_S1P, reference_S1P), sign_G = found, batch.extra_G["preference"]
     with torch.no_grad():
-        reference_S1P = networks.teacher(batch, x_S1P, sigma_G)
         more_S = ((D_S1P - x0_S1P).square() - (reference_S1P - x0_S1P).square()).mean(dim=(1, 2))
         more_G = sign_G * _mean_of_samples(networks, batch, more_S)
         other_G = torch.where(sign_G > 0, more_G.roll(-1), more_G.roll(1))  # pairs are adjacent, the chosen one first
@@ -197,7 +205,7 @@ def dpo(networks: Networks, batch: PackedBatch) -> LossSums:
     return _surrogate(batch, weighted_error(batch, D_S1P, x0_S1P, weight_G).objective, loss_G, margin_G > 0)
 
 
-def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums:
+def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
     """Group-relative policy optimization (Flow-GRPO: Liu et al., arXiv 2505.05470, eq. 5, without the KL term):
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A), where A = 2 reward - 1 and r is the ratio of the likelihoods of a
     step of sampling under the student and under the policy that took it, the teacher.
@@ -211,9 +219,11 @@ def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums:
     is_padding_G = extra_G["sigma"] == 0
     sigma_G = torch.where(is_padding_G, 1.0, extra_G["sigma"])
     s_G = torch.where(is_padding_G, 1.0, extra_G["sigma_up"] / (1 - extra_G["sigma_down"] / sigma_G))
-    D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
+    found = _with_teachers(networks, batch, x_S1P, sigma_G)
+    if isinstance(found, Tensor):
+        return found
+    D_S1P, old_S1P = found
     with torch.no_grad():
-        old_S1P = networks.teacher(batch, x_S1P, sigma_G)
         noise_S1P = sampling_noise(batch, networks.config.model, Stream.STEP + extra_G["noise_index"])
         y_S1P = old_S1P + of_tokens(batch, s_G) * noise_S1P
         nearer_S = ((y_S1P - old_S1P).square() - (y_S1P - D_S1P).square()).mean(dim=(1, 2))
@@ -249,6 +259,20 @@ DISTILLATION: dict[ObjectiveName, Objective] = {
     "flow_grpo": flow_grpo,
 }
 """`train.distill.objective` -> its function, for packs with guidance scales (`with_scale`)."""
+
+
+def _with_teachers(
+    networks: Networks, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor
+) -> tuple[Tensor, Tensor] | Tensor:
+    """D(x; sigma) [S, 1, P] of student and teacher; or activations of both, which pipeline stages send as one tensor
+    [2 S, 1, D]."""
+    student, both_S1D = networks.model, networks.model.before
+    if both_S1D is not None:
+        student.before, networks.teachers_chunk.before = both_S1D.chunk(2)
+    D_S1P = student.denoise(batch, x_S1P, sigma_G)
+    with torch.no_grad():
+        teachers_S1P = networks.teacher(batch, x_S1P, sigma_G)
+    return (D_S1P, teachers_S1P) if student.dit.part.is_last else torch.cat([D_S1P, teachers_S1P])
 
 
 @torch.no_grad()

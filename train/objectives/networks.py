@@ -47,6 +47,8 @@ class Networks:
     config: RunConfig
     teacher: Denoise | None = None
     """A student's teacher, guided; it and the critic need no gradients."""
+    teachers_chunk: "TrainingModel | None" = None
+    """The model chunk behind `teacher` on this rank."""
     critic: Denoise | None = None
     discriminator: Discriminator | None = None
     """Discriminator head of the critic, with gradients."""

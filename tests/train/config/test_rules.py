@@ -175,9 +175,20 @@ BREACHES = (
         parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
-        "train.distill does not support pipeline parallelism",
+        "train.distill.objective=guidance does not support pipeline parallelism, as diffusion_nft",
         train=STUDENT,
         parallel={"pipeline_model_parallel_size": 2},
+    ),
+    breach(
+        "train.distill.objective=diffusion_nft does not support pipeline parallelism",
+        train={"distill": DistillConfig(teacher="nowhere", objective="diffusion_nft", guidance=2.0)},
+        parallel={"pipeline_model_parallel_size": 2},
+    ),
+    breach(
+        "train.distill needs whole pipeline stages",
+        train={"distill": DistillConfig(teacher="nowhere", objective="diffusion_nft")},
+        parallel={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        model={"num_layers": 4},
     ),
     breach(
         "diffusion.learned_uncertainty=true weights the denoising loss",

@@ -42,6 +42,7 @@ AXES = {"family": "st_dit", "adaln_lora_dim": 4}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 FSDP = {"data_parallel": "fsdp"}
+PP = {"pipeline_model_parallel_size": 2}
 COVERED = {
     "sp": (SP, ("guidance", "consistency", "regression", "matching told", "grpo")),
     "recomputed sp": ({**SP, "recompute_granularity": "full"}, ("continuous", "adversarial given")),
@@ -51,6 +52,7 @@ COVERED = {
     "two readers": ({}, ("guidance told", "consistency", "limit", "matching")),
     "distributed optimizer": ({"data_parallel": "distributed_optimizer"}, ("continuous", "nft", "dpo", "adversarial")),
     "experts": ({"expert_model_parallel_size": 2}, ("progressive", "continuous", "matching")),
+    "pp": (PP, ("nft", "dpo", "grpo", "regression")),
 }
 """Layout -> who learns in it: every objective with its samples on several ranks, and with its weights or readers."""
 LAYOUTS = {f"{name} {layout}": parallel for layout, (parallel, names) in COVERED.items() for name in names}
@@ -58,7 +60,11 @@ LAYOUTS = {f"{name} {layout}": parallel for layout, (parallel, names) in COVERED
 is told scales of guidance."""
 KINDS = ("given", "experts", "axes", "told")
 SCALES = [1.0, 6.0]
-BROKEN = {"sum over the ranks of a sample": ("matching", CP), "text left out": ("guidance", SP)}
+BROKEN = {
+    "sum over the ranks of a sample": ("matching", CP),
+    "text left out": ("guidance", SP),
+    "activations of the teacher": ("nft", PP),
+}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from megadit.train.engine.shared_base import share_base
 from megadit.train.recipes import load_recipe
 
 from ..conftest import distance
-from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, SCALES, SP, deviation, numbers, write
+from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, PP, SCALES, SP, deviation, numbers, write
 
 JOB = Path(__file__).parents[1] / "jobs" / "layouts.py"
 TINY = replace(load_recipe("digits_tiny").model, num_layers=2, num_attention_heads=12, head_dim=8, in_channels=CHANNELS)
@@ -34,6 +34,7 @@ CASES = {
     "half": {"adapter": {"rank": 3, "alpha": 6.0}, "precision": "bf16"},
     "told": {"adapter": {"rank": 3, "targets": ["*"]}},
     "continuous": {"adapter": {"rank": 3}, "diffusion": {"learned_uncertainty": True}},
+    "liked": {"adapter": {"rank": 3}},
 }
 LAYOUTS = {
     "plain sp": SP,
@@ -47,12 +48,14 @@ LAYOUTS = {
     "experts ep": {"expert_model_parallel_size": 2},
     "told fsdp": FSDP,
     "continuous sp": SP,
+    "liked pp": PP,
 }
 """The first word is that of the counterpart on one rank; `told` has a critic's head, too."""
 LEARNT = {
     "guided": {"objective": "guidance", "guidance": 3.0},
     "told": {**OBJECTIVES["adversarial"], "guidance": 1.0},
     "continuous": OBJECTIVES["continuous"],
+    "liked": OBJECTIVES["nft"],
 }
 """Case -> its objective, where that is not plain `matching`."""
 

@@ -109,6 +109,16 @@ def randomise_initial_values():
     torch.nn.init.zeros_ = lambda tensor: tensor.data.copy_(random_value("uncertainty", tensor.shape))
 
 
+class GivenTheStudents:
+    """A teacher's chunk that goes on from the activations of the student."""
+
+    def __init__(self, student, chunk):
+        vars(self).update(student=student, chunk=chunk)
+
+    def __setattr__(self, name, value):
+        self.chunk.before = self.student.before
+
+
 def break_it(what, training):
     """Mistakes that raise nothing."""
     config = training.network.config
@@ -132,6 +142,9 @@ def break_it(what, training):
         for module in training.network.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(None)
+    elif what == "activations of the teacher":
+        networks = training.network.networks
+        networks.teachers_chunk = GivenTheStudents(networks.model, networks.teachers_chunk)
     elif what == "order of tokens":
         patch(context_parallel, "_order", _first_to_last)
     elif what == "exchange of eight bits":

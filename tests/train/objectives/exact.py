@@ -16,6 +16,10 @@ MEAN, DEVIATION = 0.7, 0.5
 MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
 
 
+WHOLE = SimpleNamespace(part=SimpleNamespace(is_last=True))
+"""In place of a network that is one model chunk."""
+
+
 def pack(given=()):
     """Two samples and padding; every sample has its own noise."""
     layout = PackLayout.pack([Segment((1, 2, 2), 3, clean=given), Segment((2, 2, 2), 2)], capacity=16, text_capacity=8)
@@ -71,7 +75,7 @@ def networks(
     distill = DistillConfig(teacher="", objective=objective, **settings)
     train = SimpleNamespace(seed=1, distill=distill)
     return Networks(
-        model=SimpleNamespace(denoise=student, uncertainty=uncertainty),
+        model=SimpleNamespace(denoise=student, uncertainty=uncertainty, before=None, dit=WHOLE),
         config=SimpleNamespace(model=model, diffusion=diffusion or DiffusionConfig(), train=train),
         teacher=teacher,
         critic=critic,
