@@ -250,6 +250,9 @@ SHOWN_BY = {
             "--adapter_rank --spread --moved --objective --states --eta"
         ),
         "train/reward/test_command.py::test_a_reward_that_is_cheated_ends_the_run": "--distance",
+        "train/reward/test_command.py::test_a_policy_is_an_average_and_training_goes_on_from_its_own_weights": (
+            "--policy_decay"
+        ),
     },
     "tune-sampler": {
         "infer/commands/test_tune_sampler.py::test_the_command_changes_the_bundle": """

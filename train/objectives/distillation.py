@@ -164,7 +164,7 @@ def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
 
     x0 is a video of the policy D_old, the teacher, and r its optimality probability, 0 to 1. D is linear in the
     velocity, so this is the paper's loss for any parameterization. For r = 1/2 the policy is the minimum; with beta = 1
-    and r = 1 this is the denoising loss.
+    and r = 1 this is the denoising loss. Model chunks before the last return activations [2 S, 1, D].
     """
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
     x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
@@ -186,7 +186,7 @@ def dpo(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
     rejected video of a pair, which have the same noise, and of the teacher, the reference.
 
     The gradient is that of the sum of errors with weights +-beta lambda sigmoid(beta lambda m); LossSums.error is 1
-    where m > 0: the student prefers the rejected video.
+    where m > 0: the student prefers the rejected video. Model chunks before the last return activations [2 S, 1, D].
     """
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
     x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P

@@ -84,7 +84,8 @@ Record = Callable[[Compute, Sequence[Tensor]], Callable[[], None]]
 
 
 def record_cuda_graph(compute: Compute, inputs: Sequence[Tensor]) -> Callable[[], None]:
-    """Records `compute(*inputs)`, which must have run before, on the current GPU, and returns what repeats it."""
+    """Records `compute(*inputs)` of tensors of any shape, which must have run before, on the current GPU; the result
+    repeats it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
         compute(*inputs)
