@@ -32,8 +32,9 @@ FIRST = (
     "triton",
     "ranks",
     "export",
-    # forks readers: cheap as long as this process has imported little
+    # fork readers: cheap as long as this process has imported little
     "train/data/test_redistribute",
+    "train/data/test_loader",
     # slow tests of one file that take minutes each, the longest first
     "train/test_matching",
     "train/test_effects",
