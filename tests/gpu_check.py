@@ -21,6 +21,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ PICTURES_LIMIT = 60
 PROGRAMS = REPOSITORY / "tests" / "gpu"
 TEST_LIMIT = 120
 """Seconds for the tests of one file."""
+FILES_AT_ONCE = 4
 
 
 class Measurement(NamedTuple):
@@ -308,19 +310,26 @@ def describe_torch(run) -> list[Row]:
 
 
 def run_tests(report: Report, environment: dict, missing: list[str], *, has_gpu: bool) -> None:
-    """The tests marked `gpu`, file by file: one that hangs, or lacks a library, costs its own alone."""
+    """The tests marked `gpu`, some files at a time: one that hangs, or lacks a library, costs its own alone."""
     if "pytest" in missing or not has_gpu:
         report.tell("tests", "tests marked gpu", f"not run: {'no GPU' if not has_gpu else 'pytest is not installed'}")
         return
     # the project's own addopts are strict about options of plugins that may be missing here
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-o", "timeout=0"]
-    files = [file for file in (REPOSITORY / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()]
-    for file in sorted(files):
-        name, lines = f"tests {file.relative_to(REPOSITORY / 'tests')}", []
+
+    def run(file: Path) -> tuple[list[str], str | None]:
+        lines: list[str] = []
         arguments = ["-m", "pytest", *options, f"--rootdir={REPOSITORY}", str(file)]
-        failure = watched(report, "tests", arguments, environment, TEST_LIMIT, lines.append)
-        report.tell("tests", name, (lines or [failure or ""])[-1], failure is not None)
-        report.add("tests", [(f"  {line.split(' - ')[0]}", line, True) for line in lines if line.startswith("FAILED")])
+        failure = watched(report, f"tests_{file.stem}", arguments, environment, TEST_LIMIT, lines.append)
+        return lines, failure
+
+    files = sorted(file for file in (REPOSITORY / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text())
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        for file, (lines, failure) in zip(files, pool.map(run, files), strict=True):
+            name = f"tests {file.relative_to(REPOSITORY / 'tests')}"
+            report.tell("tests", name, (lines or [failure or ""])[-1], failure is not None)
+            failed = [line for line in lines if line.startswith("FAILED")]
+            report.add("tests", [(f"  {line.split(' - ')[0]}", line, True) for line in failed])
 
 
 def run_digits(report: Report, environment: dict, folder: Path, missing: dict[str, list[str]]) -> list[Row]:

@@ -17,6 +17,8 @@ from megadit.models.host_to_device import sent_together
 from megadit.models.ops.fusion import fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST_RECORDINGS = 3
+"""Of an update whose tensors move: a recording takes longer than many steps."""
 _LOW_BITS = 0xFFFF  # bits of float32 that bfloat16 lacks
 
 
@@ -99,6 +101,7 @@ class Recorded:
     def __init__(self, record: Record | None = None) -> None:
         """`record` for any device; None: `record_cuda_graph`, on GPUs."""
         self._record = record
+        self._num_recordings = 0
         self._places: tuple[int, ...] = ()
         self._inputs: list[Tensor] = []
         self._replay: Callable[[], None] | None = None
@@ -106,12 +109,14 @@ class Recorded:
     def __call__(self, compute: Compute, changed: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """compute(*inputs), which changes `changed`; of the inputs, only values may differ between calls."""
         record = self._record or (record_cuda_graph if changed[0].is_cuda else None)
-        places = tuple(tensor.data_ptr() for tensor in changed) if record else ()
+        may_record = record is not None and (self._replay or self._num_recordings < MOST_RECORDINGS)
+        places = tuple(tensor.data_ptr() for tensor in changed) if may_record else ()
         if not places or places != self._places:
             self._places, self._replay = places, None
             compute(*inputs)
             return
         if self._replay is None:
+            self._num_recordings += 1
             self._inputs = [tensor.clone() for tensor in inputs]
             self._replay = self._recording(record, compute)
         torch._foreach_copy_(self._inputs, list(inputs))

@@ -97,6 +97,14 @@ def test_a_recorded_step_is_the_step(moved_at):
     assert all(map(torch.equal, ours, expected)) and len(recordings) == (1 if moved_at is None else 2)
 
 
+def test_gradients_that_keep_moving_are_not_recorded_again_and_again():
+    recordings, total, places = [], torch.zeros(1), [torch.zeros(1) for _ in range(20)]
+    recorded = adamw.Recorded(lambda compute, inputs: recordings.append(1) or partial(compute, *inputs))
+    for step in range(40):
+        recorded(total.add_, [places[step // 2]], [torch.ones(1)])
+    assert total.item() == 40 and len(recordings) == adamw.MOST_RECORDINGS
+
+
 def test_a_recording_that_kept_its_numbers_would_be_seen():
     """The control: the rate and the random bits of the step in which it was made."""
     frozen = adamw.Recorded(lambda compute, inputs: partial(compute, *[x.clone() for x in inputs]))
