@@ -18,8 +18,10 @@ workers.take_a_share_of_the_cores()  # conftest.py of folders import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MEGADIT_VARIANTS", "rule")  # bits that are compared do not depend on a measurement
-    if not Path("/dev/nvidiactl").exists():  # Triton reads it where it is imported, and its kernels then run on CPUs
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if not workers.asks_for_gpus(config.option.markexpr):  # bits, ranks and memory are those of CPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read where Triton is imported: its kernels run on CPUs
     plugins = [ranks, exports, budget.Meter(), workers.Bytecode()]
     plugins += [workers.Worker()] if hasattr(config, "workerinput") else [workers.Dealer(), budget.Table()]
     for plugin in plugins:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import workers
+
 SCRIPT = Path(__file__).with_name("machines.sh")
 PROBE = """
 import os
@@ -34,3 +36,11 @@ def test_each_is_what_its_name_says_and_one_that_fails_ends_no_other(tmp_path):
     done = machines("c-locale", "avx2", "--", tmp_path / "test_probe.py", "-p", "no:cacheprovider")
     assert done.stdout.endswith("c-locale: failed\navx2: passed\n"), done.stdout + done.stderr
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"), [("", False), ("not slow", False), ("slow", False), ("not gpu", False), ("gpu", True)]
+)
+def test_a_gpu_is_used_by_the_tests_of_gpus_alone(marks, expected):
+    assert workers.asks_for_gpus(marks) == expected
+    assert workers.asks_for_gpus(f"({marks or 'slow'}) or (slow and gpu)")

@@ -11,6 +11,7 @@ The workers find the groups, as only they collect tests, and leave them in a fil
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -43,6 +44,11 @@ FIRST = (
     "train/test_newer_megatron",
 )
 """Groups and files that start before others, in this order."""
+
+
+def asks_for_gpus(marks: str) -> bool:
+    """Whether tests of this expression of marks (pytest -m) are those of GPUs; all others run as without any."""
+    return re.search(r"(?<!not )\bgpu\b", marks) is not None
 
 
 class Dealer:
