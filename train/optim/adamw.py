@@ -18,7 +18,7 @@ from megadit.models.ops.fusion import fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_RECORDINGS = 3
-"""Of an update whose tensors move: a recording takes longer than many steps."""
+"""Recordings of an update whose tensors move, each of which takes longer than many steps."""
 _LOW_BITS = 0xFFFF  # bits of float32 that bfloat16 lacks
 
 
