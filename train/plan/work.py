@@ -262,6 +262,8 @@ def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
         return 0.0
     if config.model.task == "match":
         tokens += layout.micro_batch_size * config.data.text_seq_length
+    if config.train.distill is not None:
+        tokens *= config.train.distill.num_networks_sent
     cut = layout.tensor if layout.sequence_parallel else 1
     return 2 * layout.virtual_pipeline * tokens * config.model.sent_size * _bytes_per_number(config) / cut
 

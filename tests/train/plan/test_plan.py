@@ -52,6 +52,17 @@ def test_work_of_all_ranks_is_the_work_of_the_run():
     assert step == pytest.approx(training_flops(pack, run.model) * run.data.global_batch_size, rel=1e-9)
 
 
+def test_stages_send_the_activations_of_a_teacher_beside_the_students():
+    run = load_recipe("digits_tiny")
+    run = replace(run, parallel=replace(run.parallel, pipeline_model_parallel_size=2))
+    students = {
+        name: replace(run, train=replace(run.train, distill=DistillConfig(teacher="nowhere", objective=name)))
+        for name in ("diffusion_nft", "regression")
+    }
+    plain, *of_students = (work_of(one, Layout.of(run, 2)).pipeline_bytes for one in (run, *students.values()))
+    assert of_students == [2 * plain, plain] and plain > 0
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
