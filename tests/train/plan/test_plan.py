@@ -56,11 +56,12 @@ def test_stages_send_the_activations_of_a_teacher_beside_the_students():
     run = load_recipe("digits_tiny")
     parallel = replace(run.parallel, pipeline_model_parallel_size=2)
     run = replace(run, parallel=parallel, diffusion=replace(run.diffusion, learned_uncertainty=False))
-    students = {
-        name: replace(run, train=replace(run.train, distill=DistillConfig(teacher="nowhere", objective=name)))
-        for name in ("diffusion_nft", "regression")
-    }
-    plain, *of_students = (work_of(one, Layout.of(run, 2)).pipeline_bytes for one in (run, *students.values()))
+    students = [
+        DistillConfig(teacher="nowhere", objective="diffusion_nft"),
+        DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0, 1.0)),
+    ]
+    runs = [run, *(replace(run, train=replace(run.train, distill=student)) for student in students)]
+    plain, *of_students = (work_of(one, Layout.of(one, 2)).pipeline_bytes for one in runs)
     assert of_students == [2 * plain, plain] and plain > 0
 
 
