@@ -135,11 +135,11 @@ def training_stages(
     def train(demo: Demo) -> None:
         folders = f"data.path={demo.dataset}", f"train.output_dir={demo.training}"
         ranks = "--nproc", str(demo.num_ranks)
-        run_module("megadit.train", "--recipe", recipe, *ranks, *folders, *settings(demo))
+        run_module("megadit.train", "--recipe", recipe, *ranks, *folders, *_settings_of_gpus(), *settings(demo))
         (demo.training / "finished").touch()
 
     def seconds(demo: Demo, core: Gpu) -> float:
-        config = resolve_config(recipe, overrides=[*settings(demo)])
+        config = resolve_config(recipe, overrides=[*_settings_of_gpus(), *settings(demo)])
         steps = config.train.train_iters * step_seconds(config, demo.num_ranks, core)
         return 1.1 * steps + 25 / core.small_speed  # validation and checkpoints, then imports
 
@@ -154,7 +154,7 @@ def training_stages(
     )
 
 
-def settings_of_gpus() -> tuple[str, ...]:
+def _settings_of_gpus() -> tuple[str, ...]:
     """Settings with which a small network trains on GPUs: its kernels take a host longer to launch than a GPU to
     compute, so that blocks are replayed. () where there is no GPU that can."""
     return ("train.precision=bf16", "parallel.cuda_graph_max_segments=128") if has_cuda_graphs() else ()

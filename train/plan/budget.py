@@ -58,8 +58,8 @@ def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data", "waiting")}
     parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
     computed = sum(part.seconds for part in parts)
-    layers = config.model.num_layers / layout.pipeline * layout.num_micro_batches
-    parts.append(_constant("waiting for the host", max(0.0, seconds_to_launch(config) * layers - computed)))
+    launched = seconds_to_launch(config, layout) * layout.num_micro_batches
+    parts.append(_constant("waiting for the host", max(0.0, launched - computed)))
     return parts
 
 

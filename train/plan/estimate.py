@@ -80,7 +80,7 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
     work = work_of(config, layout)
     products, attention, elementwise = _compute_seconds(config, layout, work, gpu, calibration)
     layers = config.model.num_layers / layout.pipeline
-    launching = max(0.0, seconds_to_launch(config) * layers - products - attention - elementwise)
+    launching = max(0.0, seconds_to_launch(config, layout) - products - attention - elementwise)
     compute = products + attention + elementwise + launching
     tensor = _collectives(work.tensor_bytes, _bandwidth(gpu, layout.tensor), 15 * layers if layout.tensor > 1 else 0)
     context = _context_seconds(work, layout, gpu, layers, attention)
@@ -122,10 +122,11 @@ def _compute_seconds(
     return products, attention, elementwise
 
 
-def seconds_to_launch(config: RunConfig) -> float:
-    """Seconds to launch a layer's forward and backward."""
+def seconds_to_launch(config: RunConfig, layout: Layout) -> float:
+    """Seconds to launch the layers of a rank, forward and backward, for one micro-batch."""
     is_replayed = config.parallel.cuda_graph_max_segments is not None
-    return LAUNCH_SECONDS_PER_LAYER if is_replayed else HOST_SECONDS_PER_LAYER
+    of_layer = LAUNCH_SECONDS_PER_LAYER if is_replayed else HOST_SECONDS_PER_LAYER
+    return of_layer * config.model.num_layers / layout.pipeline
 
 
 def _bandwidth(gpu: Gpu, ranks: int) -> float:

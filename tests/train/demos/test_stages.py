@@ -15,10 +15,10 @@ def test_ranks_are_gpus_or_cores(num_gpus, num_cores, expected, monkeypatch):
     assert hardware.ranks_that_gain() == expected
 
 
-@pytest.mark.parametrize("recipe", ["digits", "shapes"])
+@pytest.mark.parametrize("recipe", ["digits", "digits_conditioned", "shapes"])
 def test_settings_of_gpus_go_with_the_recipes(recipe, monkeypatch):
-    assert stages.settings_of_gpus() == () or torch.cuda.is_available()
+    assert stages._settings_of_gpus() == () or torch.cuda.is_available()
     monkeypatch.setattr(stages, "has_cuda_graphs", lambda: True)
-    config = resolve_config(recipe, overrides=stages.settings_of_gpus())
+    config = resolve_config(recipe, overrides=stages._settings_of_gpus())
     tokens, smallest = config.data.seq_length, 16  # of an image
     assert config.train.precision == "bf16" and config.parallel.cuda_graph_max_segments >= tokens // smallest

@@ -25,15 +25,7 @@ from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import FPS, Attributes
 from megadit.train.demos.digits.evaluation import ALL_GUIDANCES, evaluate_bundle
 from megadit.train.demos.digits.samples import DIGITS
-from megadit.train.demos.stages import (
-    Stage,
-    TrainingDemo,
-    run_stages,
-    seconds_of,
-    settings_of_gpus,
-    summary_of_seconds,
-    training_stages,
-)
+from megadit.train.demos.stages import Stage, TrainingDemo, run_stages, seconds_of, summary_of_seconds, training_stages
 from megadit.train.monitoring.curves import MetricsFile, training_curves
 from megadit.train.plan.hardware import ranks_that_gain
 
@@ -171,9 +163,7 @@ STAGES = (
         lambda demo: [demo.dataset],
         seconds_of(1.1e-3, of=lambda demo: demo.size.num_clips + demo.size.num_images),
     ),
-    *training_stages(
-        "digits", "on Megatron-core", lambda demo: (*settings_of_gpus(), *demo.size.overrides), is_timed=True
-    ),
+    *training_stages("digits", "on Megatron-core", lambda demo: demo.size.overrides, is_timed=True),
     Stage(
         "generate",
         "make a clip of each held-out caption",

@@ -34,7 +34,6 @@ from megadit.train.demos.stages import (
     Stage,
     TrainingDemo,
     run_stages,
-    settings_of_gpus,
     summary_of_seconds,
     training_stages,
     write_blend,
@@ -213,7 +212,7 @@ def _draw_subject(demo: ShapesDemo) -> None:
 
 STAGES: Sequence[Stage[ShapesDemo]] = (
     Stage("prepare", "draw captioned scenes and write them as shards", _prepare, lambda demo: [demo.dataset]),
-    *training_stages("shapes", "on Megatron-core", lambda demo: (*settings_of_gpus(), *demo.size.overrides)),
+    *training_stages("shapes", "on Megatron-core", lambda demo: demo.size.overrides),
     Stage("generate", "make a clip of each caption", _generate, lambda demo: [demo.clips("text")]),
     Stage("continue", "go on from first frames", _continue, lambda demo: [demo.clips("first_frame")]),
     Stage("edit", "change what clips show", _edit, lambda demo: [demo.clips("edited")]),
