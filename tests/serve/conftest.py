@@ -1,9 +1,11 @@
 import contextlib
+import functools
 import importlib.util
 import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,16 +113,23 @@ def kept_running():
             print(message)
             if "is ready" in message:
                 is_ready.set()
+            else:
+                is_ready.clear()
+
+        def wait_until_ready() -> None:
+            while not (is_ready.wait(0.1) and server.process.is_alive()):
+                assert thread.is_alive(), "it did not start"
 
         thread = threading.Thread(
             target=keep_running, args=[server.process], kwargs={"report": report, "stopping": stopping}
         )
         thread.start()
         try:
-            while not is_ready.wait(0.1):
-                assert thread.is_alive(), "it did not start"
+            wait_until_ready()
+            _KEPT[server] = wait_until_ready
             yield server
         finally:
+            _KEPT.pop(server, None)
             stopping.set()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGCONT)
@@ -129,6 +138,45 @@ def kept_running():
                 thread.join(0.1)
 
     return keep
+
+
+_KEPT: dict = {}
+"""For each running server of `kept_running` what waits until it serves."""
+
+
+@pytest.fixture(autouse=True)
+def kept_servers_are_ready():
+    """A crash in one test fails no other."""
+    for wait_until_ready in _KEPT.values():
+        wait_until_ready()
+
+
+def once_more_after_a_crash(test):
+    """Repeats a test that failed because Triton, its fixture `server`, crashed: 2.51 may when a client leaves."""
+
+    @functools.wraps(test)
+    def repeated(*, server, **fixtures):
+        for _ in range(3):
+            process = server.process.pid
+            try:
+                return test(server=server, **fixtures)
+            except Exception:
+                if not _has_ended(server, process):
+                    raise
+                _KEPT[server]()
+        return test(server=server, **fixtures)
+
+    return repeated
+
+
+def _has_ended(server, process: int) -> bool:
+    """Whether a server's process is another one or ends within a moment: its connections break shortly before."""
+    deadline = time.monotonic() + 2
+    while server.process.pid == process and server.process.is_alive():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """The service in a real tritonserver: the videos of `generate`, over every way in, and no request that breaks it."""
 
 import io
+import os
+import signal
 import threading
 import time
 import urllib.request
@@ -25,6 +27,7 @@ from megadit.serve.events import (
     UnavailableError,
     VideoResult,
 )
+from tests.serve.conftest import once_more_after_a_crash
 from tests.serve.gateway.served_up import num_waiting
 
 tritonclient = pytest.importorskip("tritonclient.grpc")
@@ -192,7 +195,8 @@ def seconds_until_free(client: VideoClient) -> float:
     return time.monotonic() - began
 
 
-def test_cancels_free_the_slot(client):
+@once_more_after_a_crash
+def test_cancels_free_the_slot(server, client):
     """Each long request would take many seconds; after its cancel, a short one is served at once."""
     randomness, waits = np.random.default_rng(0), []
     for _ in range(8):
@@ -215,7 +219,8 @@ def client_seconds(client: VideoClient, request: VideoRequest, *, share: float) 
     raise AssertionError("the request ended early")
 
 
-def test_cancelling_from_another_thread(client):
+@once_more_after_a_crash
+def test_cancelling_from_another_thread(server, client):
     generation = client.stream(LONG)
     with ThreadPoolExecutor(1) as threads, pytest.raises(CancelledError):
         for event in generation:
@@ -223,7 +228,8 @@ def test_cancelling_from_another_thread(client):
                 threads.submit(generation.cancel)
 
 
-def test_deadlines_end_a_request(client):
+@once_more_after_a_crash
+def test_deadlines_end_a_request(server, client):
     with pytest.raises(DeadlineExceededError):
         client.generate(LONG, timeout=0.4)
     assert len(client.generate(VideoRequest(prompt="a"), timeout=60)) == 1
@@ -298,3 +304,27 @@ def test_a_full_queue_answers_unavailable(grpc_client):
 def test_metrics_are_served(server):
     with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics") as answer:
         assert b'nv_inference_request_success{model="text_to_video"' in answer.read()
+
+
+def test_a_crash_of_triton_fails_no_test(server, grpc_client):
+    """What `once_more_after_a_crash` repeats: a server that dies in the test, and nothing else."""
+    ran = []
+
+    @once_more_after_a_crash
+    def crashes_once(server):
+        ran.append(server.process.pid)
+        if len(ran) == 1:
+            os.kill(server.process.pid, signal.SIGKILL)
+            grpc_client.generate(VideoRequest(prompt="a"))
+        assert len(grpc_client.generate(VideoRequest(prompt="a"))) == 1
+
+    @once_more_after_a_crash
+    def fails(server):
+        ran.append(server.process.pid)
+        raise UnavailableError("its queue is full")
+
+    crashes_once(server=server)
+    assert len(set(ran)) == 2
+    with pytest.raises(UnavailableError, match="full"):
+        fails(server=server)
+    assert len(ran) == 3
