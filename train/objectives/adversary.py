@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.diffusion.noise import derived_keys
-from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.denoise import weighted_error
 from megadit.train.objectives.networks import Discriminator, LossSums, Networks
-from megadit.train.objectives.noise_levels import draw_sigma, token_noise
+from megadit.train.objectives.noise_levels import draw_sigma
+from megadit.train.objectives.samples import loss_weight, noisy
 
 
 def critic_loss(networks: Networks, batch: PackedBatch) -> LossSums:
@@ -28,10 +28,9 @@ def critic_loss(networks: Networks, batch: PackedBatch) -> LossSums:
     config, critic = networks.config, networks.model
     sigma_G = draw_sigma(batch.noise_key_G, config.diffusion, batch.layout)
     real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
-    noise = config.model.conditioning_noise
-    x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), noise) for each in (batch, real))
-    weight_G = parameterization_of(config.model).loss_weight(sigma_G)
-    sums = weighted_error(batch, critic.denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+    x_S1P, of_real_S1P = (noisy(networks, each, sigma_G) for each in (batch, real))
+    D_S1P = critic.denoise(batch, x_S1P, sigma_G)
+    sums = weighted_error(batch, D_S1P, batch.tokens_S1P, loss_weight(networks, sigma_G))
     reported_S = F.softplus(critic.discriminate(batch, x_S1P, sigma_G)) + F.softplus(
         -critic.discriminate(real, of_real_S1P, sigma_G)
     )

@@ -11,22 +11,19 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.noise import Stream, derived_keys, seed_key, uniform
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.host_to_device import constant
-from megadit.train.config.distill import ObjectiveName
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.adversary import towards_real
 from megadit.train.objectives.denoise import weighted_error
-from megadit.train.objectives.networks import Denoise, LossSums, Networks, Objective
-from megadit.train.objectives.noise_levels import draw_sigma, sampling_noise, token_noise
+from megadit.train.objectives.networks import Denoise, LossSums, Networks
+from megadit.train.objectives.noise_levels import draw_sigma, sampling_noise
+from megadit.train.objectives.samples import loss_weight, mean_of_samples, noisy, of_tokens, target_of
 from megadit.train.objectives.tangent import derivative
 
 RHO = 7
@@ -43,9 +40,9 @@ def guidance(networks: Networks, batch: PackedBatch) -> LossSums:
     """Guidance distillation: lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq.
     2)."""
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
-    x_S1P = _noisy(networks, batch, sigma_G)
+    x_S1P = noisy(networks, batch, sigma_G)
     target_S1P = networks.teacher(batch, x_S1P, sigma_G)
-    weight_G = _loss_weight(networks, sigma_G)
+    weight_G = loss_weight(networks, sigma_G)
     return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
@@ -54,11 +51,11 @@ def progressive(networks: Networks, batch: PackedBatch) -> LossSums:
     arXiv 2202.00512, algorithm 2). The loss is that of the corresponding x0, weighted by lambda(sigma).
     """
     sigma_G, next_G = _drawn_interval(batch, networks.config.train.distill.sigmas)
-    x_S1P = _noisy(networks, batch, sigma_G)
+    x_S1P = noisy(networks, batch, sigma_G)
     y_S1P = _teacher_steps(networks, batch, x_S1P, sigma_G, next_G, networks.config.train.distill.teacher_steps)
     ratio_S11 = of_tokens(batch, next_G / sigma_G)
     target_S1P = (y_S1P - ratio_S11 * x_S1P) / (1 - ratio_S11)
-    weight_G = _loss_weight(networks, sigma_G)
+    weight_G = loss_weight(networks, sigma_G)
     return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
@@ -70,7 +67,7 @@ def consistency(networks: Networks, batch: PackedBatch) -> LossSums:
     target without EMA: Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
     """
     sigma_G, next_G = _drawn_interval(batch, networks.config.train.distill.sigmas)
-    x_S1P = _noisy(networks, batch, sigma_G)
+    x_S1P = noisy(networks, batch, sigma_G)
     y_S1P = _teacher_steps(networks, batch, x_S1P, sigma_G, next_G, 1)
     is_end_S11 = of_tokens(batch, next_G) == 0
     with torch.no_grad():
@@ -98,7 +95,7 @@ def continuous_consistency(networks: Networks, batch: PackedBatch) -> LossSums:
     r = min(1.0, networks.step / warmup) if warmup else 1.0
     stable_S1P = of_tokens(batch, cos2_G) * (D_S1P.detach() - teacher_S1P)
     g_S1P = (r * slope_S1P + (1 - r) * stable_S1P) / of_tokens(batch, sin_G)
-    rms_G = _mean_of_samples(networks, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
+    rms_G = mean_of_samples(networks, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
     g_S1P = g_S1P / of_tokens(batch, rms_G + LEAST_TANGENT)
     target_S1P = D_S1P.detach() - of_tokens(batch, sigma_d * sin_G) * g_S1P
     u_G = None
@@ -128,11 +125,11 @@ def regression(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
     first = networks.config.train.distill.sigmas[0]
     start = replace(batch, tokens_S1P=target_of(batch, torch.zeros_like(batch.tokens_S1P)))
     x_S1P = start.noisy(sigma_G, sampling_noise(batch, networks.config.model), networks.config.model.conditioning_noise)
-    x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, _noisy(networks, batch, sigma_G))
+    x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, noisy(networks, batch, sigma_G))
     D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
     if not networks.model.dit.part.is_last:
         return D_S1P
-    return weighted_error(batch, D_S1P, batch.tokens_S1P, _loss_weight(networks, sigma_G))
+    return weighted_error(batch, D_S1P, batch.tokens_S1P, loss_weight(networks, sigma_G))
 
 
 def distribution_matching(networks: Networks, batch: PackedBatch) -> LossSums:
@@ -148,131 +145,14 @@ def distribution_matching(networks: Networks, batch: PackedBatch) -> LossSums:
     with torch.no_grad():
         fake = made_batch(batch, x0_S1P.detach(), number=1)
         tau_G = draw_sigma(fake.noise_key_G, networks.config.diffusion, batch.layout)
-        y_S1P = _noisy(networks, fake, tau_G)
+        y_S1P = noisy(networks, fake, tau_G)
         real_S1P, fake_S1P = networks.teacher(batch, y_S1P, tau_G), networks.critic(batch, y_S1P, tau_G)
-        scale_G = _mean_of_samples(networks, batch, (fake.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
+        scale_G = mean_of_samples(networks, batch, (fake.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
         if (weight := networks.config.train.distill.adversarial_weight) > 0:  # only errors are means over P
             step_S1P += weight * y_S1P.shape[-1] * towards_real(networks.discriminator, batch, y_S1P, tau_G)
         target_S1P = fake.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
-
-
-def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
-    """Negative-aware fine-tuning (DiffusionNFT: Zheng et al., arXiv 2509.16117, eq. 5): lambda(sigma)
-    (r |D+ - x0|^2 + (1 - r) |D- - x0|^2), with D+- = D_old +- beta (D - D_old).
-
-    x0 is a video of the policy D_old, the teacher, and r its optimality probability, 0 to 1. D is linear in the
-    velocity, so this is the paper's loss for any parameterization. For r = 1/2 the policy is the minimum; with beta = 1
-    and r = 1 this is the denoising loss. Model chunks before the last return activations [2 S, 1, D].
-    """
-    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
-    x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
-    found = _with_teachers(networks, batch, x_S1P, sigma_G)
-    if isinstance(found, Tensor):
-        return found
-    D_S1P, old_S1P = found
-    step_S1P = networks.config.train.distill.nft_beta * (D_S1P - old_S1P)
-    weight_G, r_G = _loss_weight(networks, sigma_G), batch.extra_G["reward"]
-    positive = weighted_error(batch, old_S1P + step_S1P, x0_S1P, r_G * weight_G)
-    negative = weighted_error(batch, old_S1P - step_S1P, x0_S1P, (1 - r_G) * weight_G)
-    error = weighted_error(batch, D_S1P.detach(), x0_S1P, weight_G).error
-    return LossSums(positive.objective + negative.objective, positive.weighted + negative.weighted, error)
-
-
-def dpo(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
-    """Direct preference optimization (Diffusion-DPO: Wallace et al., arXiv 2311.12908, eq. 14): softplus(beta
-    lambda(sigma) m), where m = (e_w - e_w_ref) - (e_l - e_l_ref) for the errors e = |D - x0|^2 of the chosen and of the
-    rejected video of a pair, which have the same noise, and of the teacher, the reference.
-
-    The gradient is that of the sum of errors with weights +-beta lambda sigmoid(beta lambda m); LossSums.error is 1
-    where m > 0: the student prefers the rejected video. Model chunks before the last return activations [2 S, 1, D].
-    """
-    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
-    x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
-    found = _with_teachers(networks, batch, x_S1P, sigma_G)
-    if isinstance(found, Tensor):
-        return found
-    (D_S1P, reference_S1P), sign_G = found, batch.extra_G["preference"]
-    with torch.no_grad():
-        more_S = ((D_S1P - x0_S1P).square() - (reference_S1P - x0_S1P).square()).mean(dim=(1, 2))
-        more_G = sign_G * _mean_of_samples(networks, batch, more_S)
-        other_G = torch.where(sign_G > 0, more_G.roll(-1), more_G.roll(1))  # pairs are adjacent, the chosen one first
-        beta_G = networks.config.train.distill.dpo_beta * _loss_weight(networks, sigma_G)
-        margin_G = more_G + other_G
-        loss_G = F.softplus(beta_G * margin_G)
-        weight_G = 2 * sign_G * beta_G * torch.sigmoid(beta_G * margin_G)  # both videos count the loss of their pair
-    return _surrogate(batch, weighted_error(batch, D_S1P, x0_S1P, weight_G).objective, loss_G, margin_G > 0)
-
-
-def flow_grpo(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
-    """Group-relative policy optimization (Flow-GRPO: Liu et al., arXiv 2505.05470, eq. 5, without the KL term):
-    -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A), where A = 2 reward - 1 and r is the ratio of the likelihoods of a
-    step of sampling under the student and under the policy that took it, the teacher.
-
-    A step of the sampler `euler` with eta > 0 goes from x to rho x + (1 - rho) D(x; sigma) + sigma_up n, where
-    rho = sigma_down / sigma. With y = D_old + s n and s = sigma_up / (1 - rho), its log-likelihood is
-    -|y - D|^2 / (2 s^2); as there, the mean over all numbers of the latents is taken. `tokens_S1P` are x, and n is
-    drawn again by the video's seed. LossSums.error is 1 where r is clipped.
-    """
-    extra_G, x_S1P = batch.extra_G, batch.tokens_S1P
-    is_padding_G = extra_G["sigma"] == 0
-    sigma_G = torch.where(is_padding_G, 1.0, extra_G["sigma"])
-    s_G = torch.where(is_padding_G, 1.0, extra_G["sigma_up"] / (1 - extra_G["sigma_down"] / sigma_G))
-    found = _with_teachers(networks, batch, x_S1P, sigma_G)
-    if isinstance(found, Tensor):
-        return found
-    D_S1P, old_S1P = found
-    with torch.no_grad():
-        noise_S1P = sampling_noise(batch, networks.config.model, Stream.STEP + extra_G["noise_index"])
-        y_S1P = old_S1P + of_tokens(batch, s_G) * noise_S1P
-        nearer_S = ((y_S1P - old_S1P).square() - (y_S1P - D_S1P).square()).mean(dim=(1, 2))
-        r_G = (_mean_of_samples(networks, batch, nearer_S) / (2 * s_G.square())).exp()
-        A_G, clip = 2 * extra_G["reward"] - 1, networks.config.train.distill.grpo_clip
-        clipped_G = r_G.clamp(1 - clip, 1 + clip) * A_G
-        is_clipped_G = clipped_G < r_G * A_G
-        weight_G = torch.where(is_clipped_G, 0.0, r_G * A_G / (2 * s_G.square()))
-        loss_G = -torch.minimum(r_G * A_G, clipped_G)
-    return _surrogate(batch, weighted_error(batch, D_S1P, y_S1P, weight_G).objective, loss_G, is_clipped_G)
-
-
-def _surrogate(batch: PackedBatch, of_errors: Tensor, loss_G: Tensor, is_counted_G: Tensor) -> LossSums:
-    """Sums over target tokens of their samples' losses, with the gradient of `of_errors`; LossSums.error counts the
-    tokens of some samples."""
-    tensors = batch.layout.on(loss_G.device)
-    target_S = tensors.is_target_S
-    loss = (loss_G[tensors.segment_of_token_S] * target_S).sum()
-    error = (is_counted_G[tensors.segment_of_token_S] & target_S).sum().float()
-    return LossSums(of_errors - of_errors.detach() + loss, loss, error)
-
-
-DISTILLATION: dict[ObjectiveName, Objective] = {
-    "guidance": guidance,
-    "progressive": progressive,
-    "consistency": consistency,
-    "continuous_consistency": continuous_consistency,
-    "consistency_limit": consistency_limit,
-    "regression": regression,
-    "distribution_matching": distribution_matching,
-    "diffusion_nft": diffusion_nft,
-    "dpo": dpo,
-    "flow_grpo": flow_grpo,
-}
-"""`train.distill.objective` -> its function, for packs with guidance scales (`with_scale`)."""
-
-
-def _with_teachers(
-    networks: Networks, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor
-) -> tuple[Tensor, Tensor] | Tensor:
-    """D(x; sigma) [S, 1, P] of student and teacher; or activations of both, which pipeline stages send as one tensor
-    [2 S, 1, D]."""
-    student, both_S1D = networks.model, networks.model.before
-    if both_S1D is not None:
-        student.before, networks.teachers_chunk.before = both_S1D.chunk(2)
-    D_S1P = student.denoise(batch, x_S1P, sigma_G)
-    with torch.no_grad():
-        teachers_S1P = networks.teacher(batch, x_S1P, sigma_G)
-    return (D_S1P, teachers_S1P) if student.dit.part.is_last else torch.cat([D_S1P, teachers_S1P])
 
 
 @torch.no_grad()
@@ -283,7 +163,7 @@ def student_state(networks: Networks, batch: PackedBatch, calls: int) -> tuple[T
     for call, sigma in enumerate(networks.config.train.distill.sigmas[:calls]):
         sigma_G = torch.full_like(batch.fps_G, sigma)
         at_level = replace(batch, tokens_S1P=x0_S1P)
-        x_S1P = _noisy(networks, at_level, sigma_G, Stream.NOISE if call == 0 else Stream.STEP + call)
+        x_S1P = noisy(networks, at_level, sigma_G, Stream.NOISE if call == 0 else Stream.STEP + call)
         if call + 1 < calls:
             x0_S1P = target_of(batch, networks.model.denoise(batch, x_S1P, sigma_G))
     return x_S1P, sigma_G
@@ -325,12 +205,6 @@ def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatc
     return replace(batch, tokens_S1P=x0_S1P, noise_key_G=derived_keys(batch.noise_key_G, number))
 
 
-def target_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
-    """x0 [S, 1, P] at target tokens, and the pack's own tokens at conditioning and padding."""
-    is_target_S = batch.layout.on(x0_S1P.device).is_target_S
-    return torch.where(is_target_S[:, None, None], x0_S1P, batch.tokens_S1P)
-
-
 def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """(sigma_G, the next lower one) of a list that ends in 0, drawn for each sample by its key."""
     levels = constant((*sigmas, 0.0), batch.fps_G.device)
@@ -358,7 +232,7 @@ def _slope(networks: Networks, batch: PackedBatch) -> tuple[Tensor, Tensor, Tens
     """(sigma_G, x, D_teacher, dD / d ln(sigma)), all but the first [S, 1, P]: at training noise levels, the derivative
     of the student's output along the teacher's ODE (`tangent.derivative`)."""
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
-    x_S1P = _noisy(networks, batch, sigma_G)
+    x_S1P = noisy(networks, batch, sigma_G)
     teacher_S1P = networks.teacher(batch, x_S1P, sigma_G)
     direction_S1P = x_S1P - target_of(replace(batch, tokens_S1P=x_S1P), teacher_S1P)
     asked = partial(networks.model.denoise, batch)
@@ -380,35 +254,3 @@ def guided(denoise: Denoise, scale: float) -> Denoise:
         return base_S1P + scales * (D_S1P - base_S1P)
 
     return denoise_guided
-
-
-def _noisy(networks: Networks, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
-    """x0 + sigma n, [S, 1, P], with the samples' noise; conditioning tokens have the student's conditioning noise."""
-    return batch.noisy(sigma_G, token_noise(batch, stream), networks.config.model.conditioning_noise)
-
-
-def _loss_weight(networks: Networks, sigma_G: Tensor) -> Tensor:
-    """lambda(sigma) [G] of the student's parameterization."""
-    return parameterization_of(networks.config.model).loss_weight(sigma_G)
-
-
-def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
-    """Broadcast values of samples to their tokens, [S, 1, 1]."""
-    return value_G[batch.layout.on(value_G.device).segment_of_token_S][:, None, None]
-
-
-def _mean_of_samples(networks: Networks, batch: PackedBatch, value_S: Tensor) -> Tensor:
-    """Mean over the target tokens of each sample, [G]; 0 for padding."""
-    tensors = batch.layout.on(value_S.device)
-    is_target_S = tensors.is_target_S.to(value_S.dtype)
-    sums_2G = value_S.new_zeros(2, batch.layout.num_segments)
-    both_2S = torch.stack([value_S * is_target_S, is_target_S])
-    sums_2G = summed(sums_2G.index_add(1, tensors.segment_of_token_S, both_2S), networks.context)
-    return sums_2G[0] / sums_2G[1].clamp(min=1)
-
-
-def summed(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum a tensor of any shape over a group (None: this rank), in place."""
-    if group is not None:
-        dist.all_reduce(tensor, group=group)
-    return tensor

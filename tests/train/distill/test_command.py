@@ -296,10 +296,10 @@ def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more
 
 
 def test_every_objective_has_a_stage():
-    from megadit.train.objectives.distillation import DISTILLATION
+    from megadit.train.objectives.registry import OF_STUDENTS
 
     of_judged_videos = {"diffusion_nft", "dpo", "flow_grpo"}
-    assert STAGES.keys() == DISTILLATION.keys() - of_judged_videos
+    assert STAGES.keys() == OF_STUDENTS.keys() - of_judged_videos
 
 
 OF_SAMPLES = {

@@ -13,15 +13,14 @@ from megadit.models.networks.dit import WHOLE_NETWORK
 from megadit.models.networks.embeddings import patchify
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.objectives.distillation import (
-    DISTILLATION,
     generated,
     guided,
-    of_tokens,
     sampling_steps,
     student_state,
 )
 from megadit.train.objectives.noise_levels import draw_sigma
-from megadit.train.objectives.registry import OBJECTIVES
+from megadit.train.objectives.registry import OBJECTIVES, OF_STUDENTS
+from megadit.train.objectives.samples import of_tokens
 from tests.train.objectives.exact import DEVIATION, MEAN, MODEL, networks, of_normal, pack, sigma_of
 
 
@@ -198,7 +197,7 @@ def test_the_way_of_a_student_is_the_restart_samplers():
 
 def test_what_is_given_stays_and_bears_no_loss():
     batch = pack(given=((0, 2),))
-    for objective in DISTILLATION:
+    for objective in OF_STUDENTS:
         seen = []
 
         def student(batch, x_S1P, sigma_G, seen=seen):
@@ -217,7 +216,7 @@ def test_what_is_given_stays_and_bears_no_loss():
 def test_what_is_given_with_noise_has_it_in_every_objective():
     """As Cosmos-1.0 sees it: its teacher and student were never asked of anything cleaner."""
     batch, model = pack(given=((0, 2),)), replace(MODEL, conditioning_mode="augmented", conditioning_sigma=0.01)
-    for objective in DISTILLATION.keys() - {"flow_grpo"}:  # whose x is stored
+    for objective in OF_STUDENTS.keys() - {"flow_grpo"}:  # whose x is stored
         seen = []
 
         def asked(batch, x_S1P, sigma_G, seen=seen):
@@ -255,7 +254,7 @@ def test_a_student_that_is_told_the_scale_learns_all_of_them():
     assert len(scales.unique()) == 400
 
 
-@pytest.mark.parametrize("objective", [name for name in DISTILLATION if name != "regression"])
+@pytest.mark.parametrize("objective", [name for name in OF_STUDENTS if name != "regression"])
 def test_every_network_is_asked_at_the_students_scale(objective):
     """The student, its teacher and its critic, in the student's step and in the critic's."""
     asked, model = {}, replace(MODEL, guidance_embedding_range=(2.0, 5.0))
