@@ -135,9 +135,13 @@ class CrossAttention(nn.Module):
         return self.proj(y_SBD)
 
     def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)
+        k, v = self._two(self.kv(text_LBD))
         return self.k_layernorm(self.k_norm(k)), v
 
     def _keys_and_values_of_image(self, image_IBD: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = rearrange(self.image_kv(image_IBD), "I B (N kv K) -> kv I B N K", kv=2, K=self.head_dim)
+        k, v = self._two(self.image_kv(image_IBD))
         return self.image_k_norm(k), v
+
+    def _two(self, kv_LBD: Tensor) -> tuple[Tensor, Tensor]:
+        # `unbind` along the axis where it lies: the gradient is one tensor in the product's own order
+        return rearrange(kv_LBD, "L B (N kv K) -> L B N kv K", kv=2, K=self.head_dim).unbind(-2)

@@ -35,6 +35,7 @@ from megadit.models.networks.embeddings import (
     sigma_embedder,
     sincos_table,
     unpatchify,
+    with_null,
 )
 from megadit.models.networks.modulation import SharedModulation
 from megadit.models.ops.condition_rows import two_or_more
@@ -210,16 +211,18 @@ class DiT(nn.Module):
             attached_S1Q = tensors.is_clean_S[:, None, None].expand(-1, -1, self.config.conditioning_dim)
         if self.part.is_first and attached_S1Q is not None:
             tokens_S1P = torch.cat([tokens_S1P, attached_S1Q.to(tokens_S1P)], dim=-1)
+        has_classes = self.class_embedder is not None
         of_segments = (
             fps_G,
-            text_L1E[tensors.first_text_G, 0],
-            tensors.has_no_text_G,
+            text_L1E[tensors.first_text_G, 0] if has_classes else None,
+            tensors.has_no_text_G if has_classes else None,
             self._check_guidance(guidance_G),
         )
         if layout.has_conditioning:
             rows = tensors.segment_of_row_R
             of_segments = (None if values_G is None else values_G[rows] for values_G in of_segments)
-        condition = (None if x is None else two_or_more(x) for x in self._embed_condition(c_noise_R, *of_segments))
+        of_rows = (None if values is None else two_or_more(values) for values in (c_noise_R, *of_segments))
+        condition = self._embed_condition(*of_rows)
         text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
         return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout, through=through)
 
@@ -232,15 +235,16 @@ class DiT(nn.Module):
         self,
         c_noise_R: Tensor,
         fps_R: Tensor,
-        first_text_RE: Tensor,
-        is_null_R: Tensor,
+        first_text_RE: Tensor | None,
+        is_null_R: Tensor | None,
         guidance_R: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """(condition_RD, shared_RM or None); class-conditional networks read the class from the first text token."""
         condition_RD = self.sigma_embedder(c_noise_R, self.dtype)
         if self.fps_embedder is not None:
             fps_RF = self.fps_embedder(fps_R, self.dtype)
-            condition_RD = condition_RD + F.pad(fps_RF, (0, self.config.hidden_size - fps_RF.shape[-1]))
+            missing = self.config.hidden_size - fps_RF.shape[-1]
+            condition_RD = condition_RD + (F.pad(fps_RF, (0, missing)) if missing else fps_RF)
         if guidance_R is not None:
             condition_RD = condition_RD + self.guidance_embedder(guidance_R, self.dtype)
         if self.class_embedder is not None:
@@ -260,7 +264,7 @@ class DiT(nn.Module):
         if self.null_text is None:
             text_LBE = text_LBE.masked_fill(is_null, 0.0)
             return text_LBE if self.text_embedder is None else self.text_embedder(text_LBE)
-        return torch.where(is_null, self.null_text, self.text_embedder(text_LBE))
+        return with_null(self.text_embedder(text_LBE), is_null, self.null_text)
 
     def _embed_image(self, image_BIE: Tensor) -> Tensor:
         return self.image_embedder(image_BIE.transpose(0, 1).to(self.dtype))

@@ -1,7 +1,8 @@
 """Embeddings: latents to tokens and back; noise level, frame rate and class to vectors; positions.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, P patch dim (pt*ph*pw*C),
-D width, E feature width, I image tokens, N heads, K head dim, G modulation rows (of a pack, or the batch).
+D width, E feature width, I image tokens, L text tokens, N heads, K head dim, G modulation rows (of a pack, or the
+batch), n frequencies.
 """
 
 import math
@@ -14,7 +15,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
+from megadit.models.ops.fusion import fused
 from megadit.models.ops.linear import Linear
+from megadit.models.ops.registry import Op
 
 FPS_WIDTH = 256
 """Width of NeMo's embedding of the frame rate, before padding with zeros."""
@@ -55,12 +58,29 @@ def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> 
     )
 
 
+def _sinusoids(
+    value_G: Tensor, num_frequencies: int, scale: float, shift: float, cos_first: bool, dtype: torch.dtype
+) -> Tensor:
+    """Sines, then cosines (`cos_first`: before them), of `scale * value` at frequencies 10000^(-i / (n - shift)), i < n
+    (arXiv 1706.03762, 3.5): [G, 2 n], computed in float32."""
+    exponent = torch.arange(num_frequencies, device=value_G.device, dtype=torch.float32)
+    frequency = torch.exp(-math.log(10000.0) / (num_frequencies - shift) * exponent)
+    angle = scale * value_G.float()[:, None] * frequency
+    parts = [angle.cos(), angle.sin()] if cos_first else [angle.sin(), angle.cos()]
+    return torch.cat(parts, dim=-1).to(dtype)
+
+
+sinusoids = Op("sinusoids", _sinusoids)
+
+
+@sinusoids.variant("one_pass", suits=lambda value, *settings: not value.requires_grad)
+def _one_pass(value_G: Tensor, *settings) -> Tensor:
+    return fused(_sinusoids, value_G, *settings)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sinusoids:
-    """Sines and cosines of `scale * value` at frequencies 10000^(-i / (n - shift)), i < n (arXiv 1706.03762, 3.5).
-
-    `scale` sets the finest difference that they resolve.
-    """
+    """Settings of the op `sinusoids`; `scale` sets the finest difference that they resolve."""
 
     num_frequencies: int = 128
     scale: float = 1.0
@@ -73,11 +93,7 @@ class Sinusoids:
 
     def __call__(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
         """[G] float32 -> [G, width], computed in float32."""
-        exponent = torch.arange(self.num_frequencies, device=value_G.device, dtype=torch.float32)
-        frequency = torch.exp(-math.log(10000.0) / (self.num_frequencies - self.shift) * exponent)
-        angle = self.scale * value_G.float()[:, None] * frequency
-        parts = [angle.cos(), angle.sin()] if self.cos_first else [angle.sin(), angle.cos()]
-        return torch.cat(parts, dim=-1).to(dtype)
+        return sinusoids(value_G, self.num_frequencies, self.scale, self.shift, self.cos_first, dtype)
 
 
 class ScalarEmbedder(nn.Module):
@@ -127,6 +143,38 @@ class TextMLP(nn.Module):
     def forward(self, text_LBE: Tensor) -> Tensor:
         """[L, B, E] -> [L, B, D]."""
         return self.linear_2(F.gelu(self.linear_1(text_LBE), approximate="tanh"))
+
+
+def _with_null(x_LBD: Tensor, is_null: Tensor, null_D: Tensor) -> Tensor:
+    """x, [L, B, D], with the null token where `is_null` ([L or 1, B, 1]) is True."""
+    return torch.where(is_null, null_D, x_LBD)
+
+
+with_null = Op("with_null", _with_null)
+
+
+@with_null.variant("one_backward", suits=lambda *inputs: torch.is_grad_enabled())
+def _one_backward(x_LBD: Tensor, is_null: Tensor, null_D: Tensor) -> Tensor:
+    return _WithNull.apply(x_LBD, is_null, null_D)
+
+
+def _with_null_backward(grad: Tensor, is_null: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the null token."""
+    return grad.masked_fill(is_null, 0), grad.masked_fill(~is_null, 0).sum((0, 1))
+
+
+class _WithNull(torch.autograd.Function):
+    """Both gradients in one chain."""
+
+    @staticmethod
+    def forward(ctx, x, is_null, null):
+        ctx.save_for_backward(is_null)
+        return _with_null(x, is_null, null)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_null = fused(_with_null_backward, grad.contiguous(), *ctx.saved_tensors)
+        return grad_x, None, grad_null
 
 
 class ImageMLP(nn.Module):

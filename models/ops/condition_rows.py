@@ -47,10 +47,10 @@ def of_each_token(x_GD: Tensor, rows: Rows) -> Tensor:
     return x_GD[row if row.ndim == 2 else row[:, None]]
 
 
-def two_or_more(x_GD: Tensor) -> Tensor:
-    """The rows [G, D]; when compiling, a single row gets an unused second one: packs of one segment would otherwise be
-    compiled separately."""
-    return F.pad(x_GD, (0, 0, 0, 1)) if len(x_GD) == 1 and is_compiled(x_GD) else x_GD
+def two_or_more(x_G: Tensor) -> Tensor:
+    """The rows [G, ...]; when compiling, a single row gets an unused second one: packs of one segment would otherwise
+    be compiled separately."""
+    return F.pad(x_G, (0, 0) * (x_G.ndim - 1) + (0, 1)) if len(x_G) == 1 and is_compiled(x_G) else x_G
 
 
 def tokens_of(x_S1D: Tensor, group: Group) -> Tensor:

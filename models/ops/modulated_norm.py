@@ -90,7 +90,7 @@ def by_run(x_SBD, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
 def by_run_of_tokens(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     """norm(x) (1 + scale) + shift, [S, 1, D]; the backward reads its tokens once, also for the sums over rows."""
     of_tokens = rows.of_token(x_S1D.device), rows.starts_of_runs(x_S1D.device)
-    return _ByRun.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, *of_tokens, rms_weight_D is not None)
+    return _ByRun.apply(x_S1D, shift_GD, _gain(scale_GD, rms_weight_D), eps, *of_tokens, rms_weight_D is not None)
 
 
 @modulated_norm.variant(
@@ -99,7 +99,7 @@ def by_run_of_tokens(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) ->
 def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     """norm(x) (1 + scale) + shift, [S, 1, D]; each token looks up its row."""
     row_S, is_rms = rows.of_token(x_S1D.device), rms_weight_D is not None
-    return _ByToken.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, row_S, is_rms)
+    return _ByToken.apply(x_S1D, shift_GD, _gain(scale_GD, rms_weight_D), eps, row_S, is_rms)
 
 
 @modulated_norm.variant(
@@ -173,46 +173,55 @@ class _ByGroup(torch.autograd.Function):
 # --- by token -----------------------------------------------------------------------------------------------------
 
 
-def _forward(x, shift, factor, eps, row_S, is_rms):
+def _gain(scale_GD: Tensor, rms_weight_D: Tensor | None) -> Tensor:
+    """The rows that kernels read: the scale, to which they add 1, or the whole factor of an RMS norm."""
+    return scale_GD if rms_weight_D is None else _factor(scale_GD, rms_weight_D)
+
+
+def _factor_of_tokens(gain: Tensor, row_S: Tensor, is_rms: bool) -> Tensor:
+    factor = gain.float()[row_S, None]
+    return factor if is_rms else 1 + factor
+
+
+def _forward(x, shift, gain, eps, row_S, is_rms):
     """The result, and the mean and 1 / root of each token in float32."""
     wide = x.float()
     mean = torch.zeros_like(wide[..., :1]) if is_rms else wide.mean(-1, keepdim=True)
     root_inverse = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
-    y = (wide - mean) * root_inverse * factor.float()[row_S, None] + shift.float()[row_S, None]
+    y = (wide - mean) * root_inverse * _factor_of_tokens(gain, row_S, is_rms) + shift.float()[row_S, None]
     return y.to(x.dtype), mean, root_inverse
 
 
-def _backward(grad, x, factor, mean, root_inverse, row_S, is_rms):
-    """Gradients of x, shift and factor."""
+def _backward(grad, x, gain, mean, root_inverse, row_S, is_rms):
+    """Gradients of x, shift and gain."""
     y = (x.float() - mean) * root_inverse
-    grad_y = grad.float() * factor.float()[row_S, None]
+    grad_y = grad.float() * _factor_of_tokens(gain, row_S, is_rms)
     grad_x = grad_y - y * (grad_y * y).mean(-1, keepdim=True)
     if not is_rms:
         grad_x = grad_x - grad_y.mean(-1, keepdim=True)
-    grad_factor = sum_rows((grad.float() * y).to(x.dtype), row_S, len(factor))
-    grad_shift = sum_rows(grad, row_S, len(factor))
-    return (grad_x * root_inverse).to(x.dtype), grad_shift.to(factor.dtype), grad_factor.to(factor.dtype)
+    grad_gain = sum_rows((grad.float() * y).to(x.dtype), row_S, len(gain))
+    grad_shift = sum_rows(grad, row_S, len(gain))
+    return (grad_x * root_inverse).to(x.dtype), grad_shift.to(gain.dtype), grad_gain.to(gain.dtype)
 
 
 class _ByToken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shift, factor, eps, row_S, is_rms):
-        y, mean, root_inverse = fused(_forward, x, shift, factor, eps, row_S, is_rms)
-        ctx.save_for_backward(x, factor, mean, root_inverse, row_S)
+    def forward(ctx, x, shift, gain, eps, row_S, is_rms):
+        y, mean, root_inverse = fused(_forward, x, shift, gain, eps, row_S, is_rms)
+        ctx.save_for_backward(x, gain, mean, root_inverse, row_S)
         ctx.is_rms = is_rms
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        x, factor, *others = ctx.saved_tensors
-        return *fused(_backward, grad.contiguous(), x, factor, *others, ctx.is_rms), None, None, None
+        return *fused(_backward, grad.contiguous(), *ctx.saved_tensors, ctx.is_rms), None, None, None
 
 
 class _ByRun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shift, factor, eps, row_S, starts_P, is_rms):
-        y, mean, root_inverse = fused(_forward, x, shift, factor, eps, row_S, is_rms)
-        ctx.save_for_backward(x, factor, mean, root_inverse, row_S, starts_P)
+    def forward(ctx, x, shift, gain, eps, row_S, starts_P, is_rms):
+        y, mean, root_inverse = fused(_forward, x, shift, gain, eps, row_S, is_rms)
+        ctx.save_for_backward(x, gain, mean, root_inverse, row_S, starts_P)
         ctx.is_rms = is_rms
         return y
 
@@ -220,5 +229,6 @@ class _ByRun(torch.autograd.Function):
     def backward(ctx, grad):
         from megadit.models.ops.row_sums import norm_backward
 
-        inputs = (tensor.contiguous() for tensor in (grad, *ctx.saved_tensors))
-        return *norm_backward(*inputs, ctx.is_rms), None, None, None, None
+        x, gain, *of_tokens = ctx.saved_tensors
+        rows = gain if gain.stride(-1) == 1 else gain.contiguous()
+        return *norm_backward(grad.contiguous(), x.contiguous(), rows, *of_tokens, ctx.is_rms), None, None, None, None

@@ -24,30 +24,31 @@ RUNS_AT_ONCE = 16
 def norm_backward(
     grad_S1D: Tensor,
     x_S1D: Tensor,
-    factor_GD: Tensor,
+    gain_GD: Tensor,
     mean_S11: Tensor,
     root_inverse_S11: Tensor,
     row_S: Tensor,
     starts_P: Tensor,
     is_rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [S, 1, D], and of shift and factor [G, D], of y * factor + shift with y = (x - mean) / root.
+    """Gradients of x [S, 1, D], and of shift and gain [G, D], of y * (1 + gain) + shift with y = (x - mean) / root.
 
-    `starts_P` is `ConditionRows.starts_of_runs`; all are contiguous.
+    An RMS norm's gain is the whole factor: y * gain + shift. `starts_P` is `ConditionRows.starts_of_runs`; rows of the
+    gain may be parts of longer ones, all else is contiguous.
     """
     grad_x, width = torch.empty_like(x_S1D), x_S1D.shape[-1]
     block = triton.next_power_of_2(width)
     sums_2PD, row_P = _partial(2, starts_P, x_S1D)
     _norm_backward[(len(row_P),)](
-        *(grad_S1D, x_S1D, factor_GD, mean_S11, root_inverse_S11, row_S, starts_P, grad_x, sums_2PD, row_P),
+        *(grad_S1D, x_S1D, gain_GD, mean_S11, root_inverse_S11, row_S, starts_P, grad_x, sums_2PD, row_P),
+        gain_GD.stride(0),
         len(row_P),
         width,
         IS_RMS=is_rms,
         BLOCK=block,
         num_warps=num_warps(block),
     )
-    grad_shift, grad_factor = _of_rows(sums_2PD, row_P, factor_GD).unbind()
-    return grad_x, grad_shift, grad_factor
+    return grad_x, *_of_rows(sums_2PD, row_P, gain_GD).unbind()
 
 
 def gate_backward(
@@ -88,7 +89,7 @@ def _of_rows(sums_nPD: Tensor, row_P: Tensor, like_GD: Tensor) -> Tensor:
 def _norm_backward(
     grad_ptr,
     x_ptr,
-    factor_ptr,
+    gain_ptr,
     mean_ptr,
     root_inverse_ptr,
     row_ptr,
@@ -96,6 +97,7 @@ def _norm_backward(
     grad_x_ptr,
     sums_ptr,
     row_of_run_ptr,
+    gain_stride,
     num_runs,
     width,
     IS_RMS: tl.constexpr,
@@ -106,8 +108,10 @@ def _norm_backward(
     row = tl.load(row_ptr + first, first < stop, 0)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    factor = tl.load(factor_ptr + row * width + column, inside, 0.0).to(tl.float32)
-    of_shift, of_factor = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    factor = tl.load(gain_ptr + row * gain_stride + column, inside, 0.0).to(tl.float32)
+    if not IS_RMS:
+        factor += 1
+    of_shift, of_gain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     at = first.to(tl.int64) * width + column
     for token in range(first, stop):
         grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32)
@@ -120,10 +124,10 @@ def _norm_backward(
             grad_x -= tl.sum(grad_y) / width
         tl.store(grad_x_ptr + at, (grad_x * root_inverse).to(grad_x_ptr.dtype.element_ty), inside)
         of_shift += grad
-        of_factor += grad * y
+        of_gain += grad * y
         at += width
     tl.store(sums_ptr + run.to(tl.int64) * width + column, of_shift, inside)
-    tl.store(sums_ptr + (num_runs + run).to(tl.int64) * width + column, of_factor, inside)
+    tl.store(sums_ptr + (num_runs + run).to(tl.int64) * width + column, of_gain, inside)
     tl.store(row_of_run_ptr + run, row)
 
 

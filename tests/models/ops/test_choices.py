@@ -88,6 +88,8 @@ def test_compilers_see_one_variant_whatever_is_forced(monkeypatch):
         "gated_residual": "reference",
         "modulated_norm": "reference",
         "qk_norm_rope": "one_pass",
+        "sinusoids": "reference",
+        "with_null": "reference",
     }
 
 

@@ -195,6 +195,19 @@ def qk_norm_rope_cases() -> Iterator[Case]:
             yield Case(f"{name}, no gradients", inputs, within=torch.no_grad, has_gradients=False)
 
 
+def sinusoids_cases() -> Iterator[Case]:
+    for scale, cos_first in itertools.product((1.0, 100.0), (False, True)):
+        inputs = (numbers(7), 24, scale, 1.0, cos_first, torch.float64)
+        yield Case(f"scale {scale}, cosines first {cos_first}", inputs)
+        yield Case(f"scale {scale}, cosines first {cos_first}, no gradients", inputs, has_gradients=False)
+
+
+def with_null_cases() -> Iterator[Case]:
+    for name, shape in {"pack": (9, 1, 1), "batch": (1, 3, 1)}.items():
+        is_null = torch.arange(shape[0] * shape[1]).view(shape) % 2 == 0
+        yield Case(name, (numbers(9, shape[1], 48), is_null, numbers(48)))
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "linear": linear_cases,
     "attention": attention_cases,
@@ -202,6 +215,8 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "modulated_norm": modulated_norm_cases,
     "gated_residual": gated_residual_cases,
     "qk_norm_rope": qk_norm_rope_cases,
+    "sinusoids": sinusoids_cases,
+    "with_null": with_null_cases,
 }
 CONSTANT = {"qk_norm_rope": (2, 3)}
 """Inputs without gradients."""
@@ -229,7 +244,7 @@ def converted(case: Case, name: str, dtype: torch.dtype, device: str) -> list:
         if isinstance(value, RowsByToken):
             return RowsByToken(value.row_S.to(device), value.starts_P.to(device))
         if not isinstance(value, Tensor):
-            return value
+            return dtype if isinstance(value, torch.dtype) else value
         if not value.is_floating_point():
             return value.to(device)
         is_leaf = case.has_gradients and index not in CONSTANT.get(name, ())
@@ -322,7 +337,7 @@ MISTAKES = {
         lambda *inputs: 1.1 * compute(*inputs).detach() + 0 * compute(*inputs)
     ),
     "a gradient a little too large": lambda compute: lambda *inputs: _WrongGradient.apply(compute(*inputs)),
-    "the rows of another token": lambda compute: lambda x, *rest: compute(x.roll(1, 0).roll(1, -2), *rest),
+    "the rows of another token": lambda compute: lambda x, *rest: compute(x.roll(1, 0).roll(1, -min(x.ndim, 2)), *rest),
 }
 
 

@@ -143,7 +143,7 @@ for name, constants in (("_norm_backward", {"IS_RMS": False, "BLOCK": 4096}), ("
                         ("_cast", {"BOTH": True, "CODE": tl.float8e4nv, "ROWS": 128, "COLUMNS": 64})):
     kernel = getattr(row_sums, name, None) or getattr(cast_transpose, name)
     types = {n: POINTERS.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
-    sizes = ("width", "gate_stride", "num_rows", "num_columns")
+    sizes = ("width", "gate_stride", "gain_stride", "num_rows", "num_columns")
     aligned = [n for n, (name_, type) in enumerate(types.items()) if type[0] == "*" or name_ in sizes]
     attributes = {(n,): [["tt.divisibility", 16]] for n in aligned}
     types |= dict.fromkeys(constants, "constexpr")
