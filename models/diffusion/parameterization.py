@@ -149,12 +149,16 @@ def denoise_packed(
     `DiT.forward_packed`.
     """
     config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
-    sigma_R = sigma_G[tensors.segment_of_row_R]
-    if config.conditioning.has_own_level:
-        sigma_R[len(sigma_G) :].fill_(config.conditioning_sigma or 0.0)
-    c_skip, c_out, c_in, _ = scalings(sigma_R[tensors.row_of_token_S][:, None, None])
-    of_clean = scalings(sigma_G.new_full((1,), config.conditioning_scaled_as)).c_in
-    c_in = torch.where(tensors.is_clean_S[:, None, None], of_clean, c_in)
+    sigma_R = sigma_G
+    if layout.has_conditioning:
+        sigma_R = sigma_G[tensors.segment_of_row_R]
+        if config.conditioning.has_own_level:
+            sigma_R[len(sigma_G) :].fill_(config.conditioning_sigma or 0.0)
+    *of_rows, c_noise_R = scalings(sigma_R)
+    c_skip, c_out, c_in = (c_R[tensors.row_of_token_S][:, None, None] for c_R in of_rows)
+    if layout.has_conditioning:
+        of_clean = scalings(sigma_G.new_full((1,), config.conditioning_scaled_as)).c_in
+        c_in = torch.where(tensors.is_clean_S[:, None, None], of_clean, c_in)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
-    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, **more)
+    F_S1P = dit.forward_packed(tokens, c_noise_R, text_L1E, fps_G, layout, **more)
     return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last and "through" not in more else F_S1P

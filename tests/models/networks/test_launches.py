@@ -1,4 +1,5 @@
-"""Kernels that a GPU is given for a layer and around it, counted: a small one takes longer to launch than to run.
+"""Kernels that a GPU is given for a layer, around the layers and around the network, counted: a small one takes longer
+to launch than to run.
 
 The meta device stands for the GPU. Each operation of torch that computes counts as one kernel, a compiled chain too;
 kernels of our own and flash attention count as many as they are. What libraries launch inside is not seen.
@@ -19,6 +20,8 @@ from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_r
 from megadit.models.ops.registry import force_variants
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.denoise import edm_loss
 
 row_sums = pytest.importorskip("megadit.models.ops.row_sums", reason="Triton is not installed")
 META = torch.device("meta")
@@ -29,6 +32,8 @@ MOST_OF_A_LAYER, MOST_AROUND = 70, 44
 Of these 44, 20 are matrix products, 7 gradients of biases, 6 SiLU, 4 the last norm and its modulation, 3 the text's
 precision and null token, 2 sinusoids; 2 give a pack of one sample a second modulation row.
 """
+MOST_AROUND_A_NETWORK = 50
+"""Kernels of noise and loss without the network and its gradients, if no sample has conditioning tokens."""
 NOTHING_COMPUTED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view"}
 
 
@@ -96,24 +101,29 @@ def kernels(monkeypatch):
     force_variants([])
 
 
-def step(counter, samples, layers):
-    """Names of the kernels of a forward and backward of a network with so many layers."""
+def network_and_batch(samples, layers):
+    """A network with so many layers, and a pack of samples for it."""
     config = DiTConfig(
         num_layers=layers, hidden_size=64, num_attention_heads=2, in_channels=4, patch_spatial=2, crossattn_emb_size=16
     )
+    segments = [Segment((frames, height // 2, width // 2), 5) for frames, height, width in samples]
+    capacity, count = sum(segment.num_tokens for segment in segments), len(segments)
+    layout = PackLayout.pack(segments, capacity=capacity, text_capacity=5 * count)
     with META:
         dit = DiT(config).bfloat16()
-    segments = [Segment((frames, height // 2, width // 2), 5) for frames, height, width in samples]
-    capacity = sum(segment.num_tokens for segment in segments)
-    layout = PackLayout.pack(segments, capacity=capacity, text_capacity=5 * len(segments))
-    tokens = torch.empty(capacity, 1, config.patch_dim, device=META, dtype=torch.bfloat16)
-    text = torch.empty(5 * len(segments), 1, 16, device=META)
-    of_samples = torch.empty(len(segments), device=META)
-    layout.on(META)
-    dit.forward_packed(tokens, of_samples, text, of_samples, layout)  # sends what is kept
+        tokens, text = torch.empty(capacity, 1, config.patch_dim), torch.empty(5 * count, 1, 16)
+        of_samples, keys = torch.empty(count), torch.empty(count, dtype=torch.long)
+    return dit, PackedBatch(tokens, text, layout, of_samples, keys, of_samples, ("",) * count)
+
+
+def step(counter, samples, layers):
+    """Names of the kernels of a forward and backward of a network with so many layers."""
+    dit, batch = network_and_batch(samples, layers)
+    inputs = batch.tokens_S1P.bfloat16(), batch.fps_G, batch.text_L1E, batch.fps_G, batch.layout
+    dit.forward_packed(*inputs)  # sends what is kept
     counter.names.clear()
     with counter:
-        out = dit.forward_packed(tokens, of_samples, text, of_samples, layout)
+        out = dit.forward_packed(*inputs)
         out.backward(torch.empty_like(out))
     return list(counter.names)
 
@@ -124,3 +134,19 @@ def test_few_kernels_are_launched(kernels, samples):
     of_layer = (len(three) - len(one)) // 2
     assert 30 < of_layer <= MOST_OF_A_LAYER, (Counter(three) - Counter(one)).most_common()
     assert len(one) - of_layer <= MOST_AROUND, Counter(one).most_common()
+
+
+@pytest.mark.parametrize("samples", PACKS.values(), ids=PACKS)
+def test_few_kernels_are_launched_for_noise_and_loss(kernels, monkeypatch, samples):
+    def network(dit, tokens, *conditions, **more):
+        with kernels.known():
+            return torch.empty_like(tokens).requires_grad_()
+
+    monkeypatch.setattr(DiT, "forward_packed", network)
+    dit, batch = network_and_batch(samples, 1)
+    inputs = dit, batch, batch.fps_G, batch.tokens_S1P
+    edm_loss(*inputs)  # sends what is kept
+    kernels.names.clear()
+    with kernels:
+        edm_loss(*inputs).objective.backward()
+    assert 20 < len(kernels.names) <= MOST_AROUND_A_NETWORK, Counter(kernels.names).most_common()

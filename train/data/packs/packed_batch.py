@@ -155,7 +155,9 @@ class PackedBatch:
     def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, conditioning_noise: float = 0.0) -> Tensor:
         """x0 + sigma n, [S, 1, P]; conditioning tokens have noise level `conditioning_noise`."""
         tensors = self.layout.on(sigma_G.device)
-        sigma_S = torch.where(tensors.is_clean_S, conditioning_noise, sigma_G[tensors.segment_of_token_S])
+        sigma_S = sigma_G[tensors.segment_of_token_S]
+        if self.layout.has_conditioning:
+            sigma_S = torch.where(tensors.is_clean_S, conditioning_noise, sigma_S)
         return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
 
     def without_text(self) -> "PackedBatch":
