@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
 
 import generated  # noqa: E402
 
+from megadit.models.networks import embeddings  # noqa: E402
 from megadit.models.ops import fusion, qk_norm_rope  # noqa: E402
 
 MOST = 1.3
@@ -35,6 +36,16 @@ def test_a_chain_is_one_kernel_and_what_adds_its_parts_up(found):
     for chain in found:
         first, *others = sorted((kernel.moved for kernel in chain.kernels), reverse=True)
         assert len(others) <= 2 and sum(others) <= 0.1 * first, chain.name
+
+
+def test_chains_around_the_blocks_are_few_kernels():
+    def around() -> None:
+        embeddings.sinusoids(torch.rand(8), 128, 100.0, 0.0, False, torch.bfloat16)
+        x, null, is_null = generated._normal(512, 1, 64), generated._normal(64), torch.arange(512).view(-1, 1, 1) < 9
+        embeddings.with_null(x, is_null, null).backward(x.detach())
+
+    kernels = {chain.name: len(chain.kernels) for chain in generated.generated(around)}
+    assert kernels == {"embeddings._sinusoids": 1, "embeddings._with_null_backward": 3}
 
 
 def test_the_width_is_a_constant_and_nothing_else(found):
