@@ -37,6 +37,10 @@ LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""
 
 
+_WAITS = ("tensor", "context", "experts", "offloading", "pipeline", "data", "waiting")
+"""Categories of `StepTime` in which the rank does not compute."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
     """Cost of one operation in a rank's step."""
@@ -55,7 +59,7 @@ def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
     parts.append(_constant("noise and launches", SMALL_KERNELS * LAUNCH * layout.num_micro_batches))
     time = estimate_step(config, layout, gpu)
-    sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data", "waiting")}
+    sent = {name: getattr(time, name) for name in _WAITS}
     parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
     computed = sum(part.seconds for part in parts)
     launched = seconds_to_launch(config, layout) * layout.num_micro_batches
