@@ -16,15 +16,22 @@ from megadit.train.plan.estimate import estimate_step, seconds_to_launch
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import spreads_optimizer
-from megadit.train.plan.work import count_trained, num_self_attentions, num_sublayers, typical_pack, work_of
+from megadit.train.plan.work import (
+    attention_efficiency,
+    count_trained,
+    num_self_attentions,
+    num_sublayers,
+    typical_pack,
+    work_of,
+)
 
 PRODUCTS = 0.71
 """Fraction of the data sheet's rate reached by products of some thousand rows and columns."""
 EIGHT_BITS = 1.1
 """Speedup of FP8 products over bf16, including casts (their peak rate is twice as high)."""
-ATTENTION = {"dense": 0.445, "varlen": 0.267}
-"""Fraction of the data sheet's rate in attention, forward and backward: cuDNN's kernel for dense batches,
-FlashAttention-2's for packs."""
+ATTENTION = {"dense": 0.484, "varlen": 0.290}
+"""Fraction of the data sheet's rate that attention to long samples approaches (`attention_efficiency`), forward and
+backward: cuDNN's kernel for dense batches, FlashAttention-2's for packs."""
 TEXT_ATTENTION = 0.28
 """The same for cross-attention to a few hundred text tokens."""
 STREAM = 0.8
@@ -89,7 +96,8 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     # ranks that only exchange heads attend to whole samples; a ring uses the kernel for packs
     kernel = "dense" if has_few_long_groups(pack) and layout.ring == 1 else "varlen"
     attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
-    yield part(f"self-attention ({kernel})", attention * video / (video + text), ATTENTION[kernel])
+    share = ATTENTION[kernel] * attention_efficiency(pack, config.model, layout.ring)
+    yield part(f"self-attention ({kernel})", attention * video / (video + text), share)
     if text:
         yield part("cross-attention", attention * text / (video + text), TEXT_ATTENTION)
 

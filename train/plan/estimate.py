@@ -15,7 +15,7 @@ from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import offloaded_bytes, spreads_optimizer
-from megadit.train.plan.work import Work, count_trained, work_of
+from megadit.train.plan.work import Work, attention_efficiency, count_trained, typical_pack, work_of
 
 HALF_RATE_WIDTH = 1024
 """Width D / t at which matrix products reach half of their best rate."""
@@ -44,7 +44,7 @@ class Calibration:
     attention: float
 
 
-H100_CALIBRATION = Calibration(matmul=0.779, attention=0.409)
+H100_CALIBRATION = Calibration(matmul=0.818, attention=0.409)
 """Fitted to the two published throughputs of the 7B model; see `calibration` and LAYOUTS.md."""
 
 
@@ -121,6 +121,8 @@ def _compute_seconds(
     rate = gpu.bf16_flops * (1 if config.train.is_half else 0.5)
     products = products_again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
     attention_rate = rate * calibration.attention * (RING_ATTENTION if layout.ring > 1 else 1)
+    if not gpu.is_cpu:
+        attention_rate *= attention_efficiency(typical_pack(config), config.model, layout.ring)
     attention = (1 + work.recompute_attention / 3) * work.attention_flops / attention_rate
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     return products, attention, elementwise
