@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 Copy = Callable[[Tensor, Tensor], None]
-"""Copies bytes from pinned memory (second argument) to a device (first argument)."""
+"""Copies bytes from pinned memory (second argument) to a device (first argument), or the other way."""
 
 
 def copy_in_turn(there: Tensor, here: Tensor) -> None:
@@ -43,6 +43,9 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # earlier users of this memory are done
         with torch.cuda.stream(self._stream):
             copy_in_turn(there, here)
+        for tensor in (there, here):
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)  # its memory is not reused before the copy is done
 
     def arrival(self) -> Callable[[], None]:
         """A function that makes the current stream wait for all copies so far; the host does not wait."""

@@ -9,13 +9,13 @@
 | `STDiTBlock.move`       | the exchange of tokens before attention along one axis                               |
 | `ExpertMLP.compute`     | tokens sent to their experts' ranks; `expert_choice` among the tokens of all ranks   |
 | `LowRank.exchange`, `WidthNorm.sum_over_ranks` | communication of ranks that share linears and heads           |
-| `blocks`                | blocks with recomputation, in FP8, or replayed as CUDA graphs                        |
+| `blocks`                | blocks with recomputation, offloaded activations, in FP8, or replayed as CUDA graphs |
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from megadit.models.lora.adapters import move_adapters
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
@@ -47,6 +48,7 @@ from megadit.models.networks.blocks import BlockStack, STDiTBlock
 from megadit.models.networks.experts import ExpertMLP
 from megadit.models.networks.registry import Network, towers
 from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
+from megadit.models.ops.offload import HostMemory, fetch_before
 
 Recompute = Literal["none", "selective", "full"]
 LinearKind = Literal["local", "fp8", "transformer_engine", "int8"]
@@ -64,6 +66,7 @@ def parallelize(
     impl: LinearKind = "local",
     recompute: Recompute = "none",
     recompute_num_layers: int | None = None,
+    cpu_offloading_num_layers: int = 0,
     cuda_graph_max_segments: int | None = None,
 ) -> Network:
     """Turns `dit`, built on the meta device, into this rank's shard, in place; values are set afterwards.
@@ -80,6 +83,7 @@ def parallelize(
             impl: kind of linears; `fp8` multiplies as `config.fp8` says, `int8` is frozen.
             recompute: what is recomputed in backward: nothing, attention (`selective`), blocks (`full`).
             recompute_num_layers: how many blocks of the chunk are recomputed; None means all.
+            cpu_offloading_num_layers: how many blocks of the chunk save their activations in host memory.
             cuda_graph_max_segments: replay blocks for packs with at most so many segments; None: never.
 
     Raises:
@@ -94,7 +98,7 @@ def parallelize(
         most = (recompute_num_layers or len(tower.blocks)) if recompute == "full" else 0
         blocks = dict(tower.blocks.items())
         arithmetic = fp8_arithmetic(config) if impl == "transformer_engine" else nullcontext
-        made = RecomputedBlocks(blocks, most, arithmetic)
+        made = RecomputedBlocks(blocks, most, arithmetic, cpu_offloading_num_layers)
         tower.blocks = made if cuda_graph_max_segments is None else GraphedBlocks(blocks, cuda_graph_max_segments)
     mark(dit, plan, sequence_parallel=config.sequence_parallel)
     return dit
@@ -191,32 +195,49 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)
 
 
-# --- Blocks with activation recomputation: they save only their inputs, and are recomputed in backward ----------------
+# --- Blocks whose activations are recomputed in backward, or in host memory until then --------------------------------
 
 
 class RecomputedBlocks(BlockStack):
-    """Blocks, each within `arithmetic()`; the first `num_recomputed` save only their inputs."""
+    """Blocks, each within `arithmetic()`; the first `num_recomputed` save only their inputs, and the first
+    `num_offloaded` of the others save in host memory."""
 
     def __init__(
-        self, blocks: dict[str, nn.Module], num_recomputed: int, arithmetic: Callable[[], AbstractContextManager]
+        self,
+        blocks: dict[str, nn.Module],
+        num_recomputed: int,
+        arithmetic: Callable[[], AbstractContextManager],
+        num_offloaded: int = 0,
     ) -> None:
         super().__init__(blocks)
-        self.num_recomputed = num_recomputed
+        self.num_recomputed, self.num_offloaded = num_recomputed, num_offloaded
         self.arithmetic = arithmetic
 
     def forward(self, x: Tensor, *context) -> Tensor:
         """Apply all blocks to tokens [S, B, D]."""
+        before = None
         for index, block in enumerate(self.values()):
             if index < self.num_recomputed:
                 x = recomputed(partial(self._compute, block), x, *context)
-            else:
-                with cheap_values_recomputed():
-                    x = self._compute(block, x, *context)
+                continue
+            memory = self._memory_of(index, block, x, context)
+            with cheap_values_recomputed(memory):
+                x = self._compute(block, x, *context)
+            if before is not None:
+                fetch_before(x, before)
+            before = memory
         return x
 
     def first(self, count: int) -> "RecomputedBlocks":
         """Return the first `count` blocks, sharing their modules."""
-        return RecomputedBlocks(dict(islice(self.items(), count)), self.num_recomputed, self.arithmetic)
+        blocks = dict(islice(self.items(), count))
+        return RecomputedBlocks(blocks, self.num_recomputed, self.arithmetic, self.num_offloaded)
+
+    def _memory_of(self, index: int, block: nn.Module, x: Tensor, context: tuple) -> HostMemory | None:
+        if index >= self.num_recomputed + self.num_offloaded or not torch.is_grad_enabled():
+            return None
+        shared = (leaf for leaf in tree_leaves(context) if isinstance(leaf, Tensor))
+        return HostMemory(x.device, chain(block.parameters(), block.buffers(), shared))
 
     def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
         with self.arithmetic():

@@ -35,7 +35,6 @@ from megadit.models.networks.embeddings import (
     sigma_embedder,
     sincos_table,
     unpatchify,
-    with_null,
 )
 from megadit.models.networks.modulation import SharedModulation
 from megadit.models.ops.condition_rows import two_or_more
@@ -264,7 +263,7 @@ class DiT(nn.Module):
         if self.null_text is None:
             text_LBE = text_LBE.masked_fill(is_null, 0.0)
             return text_LBE if self.text_embedder is None else self.text_embedder(text_LBE)
-        return with_null(self.text_embedder(text_LBE), is_null, self.null_text)
+        return torch.where(is_null, self.null_text, self.text_embedder(text_LBE))
 
     def _embed_image(self, image_BIE: Tensor) -> Tensor:
         return self.image_embedder(image_BIE.transpose(0, 1).to(self.dtype))

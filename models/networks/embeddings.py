@@ -145,38 +145,6 @@ class TextMLP(nn.Module):
         return self.linear_2(F.gelu(self.linear_1(text_LBE), approximate="tanh"))
 
 
-def _with_null(x_LBD: Tensor, is_null: Tensor, null_D: Tensor) -> Tensor:
-    """x, [L, B, D], with the null token where `is_null` ([L or 1, B, 1]) is True."""
-    return torch.where(is_null, null_D, x_LBD)
-
-
-with_null = Op("with_null", _with_null)
-
-
-@with_null.variant("one_backward", suits=lambda *inputs: torch.is_grad_enabled())
-def _one_backward(x_LBD: Tensor, is_null: Tensor, null_D: Tensor) -> Tensor:
-    return _WithNull.apply(x_LBD, is_null, null_D)
-
-
-def _with_null_backward(grad: Tensor, is_null: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the null token."""
-    return grad.masked_fill(is_null, 0), grad.masked_fill(~is_null, 0).sum((0, 1))
-
-
-class _WithNull(torch.autograd.Function):
-    """Both gradients in one chain."""
-
-    @staticmethod
-    def forward(ctx, x, is_null, null):
-        ctx.save_for_backward(is_null)
-        return _with_null(x, is_null, null)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_null = fused(_with_null_backward, grad.contiguous(), *ctx.saved_tensors)
-        return grad_x, None, grad_null
-
-
 class ImageMLP(nn.Module):
     """Image features in the network's width: two linears around GELU, normalised before and after (Wan 2.1)."""
 

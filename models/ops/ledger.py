@@ -4,16 +4,19 @@
     selective   `recomputed(attention, q, k, v)` saves the queries, keys and values of an attention
     cheap       within `cheap_values_recomputed()`, results of cheap functions are not saved
 
+What autograd saves all the same may wait for the backward in another `Memory` than the device's.
+
 A norm, an activation function or a concatenation costs little to compute and much to store: autograd saves its result
 only as the input of the next linear. The ledger knows such results by their storage. Where autograd would save one, it
 saves a recipe: the function and its inputs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +37,25 @@ class Recipe(NamedTuple):
     def compute(self) -> Tensor:
         """The recomputed value, in its original shape."""
         with torch.no_grad():
-            return self.function(*self.inputs)
+            return self.function(*map(_restored, self.inputs))
+
+
+class Place(ABC):
+    """Where a saved tensor is."""
+
+    @abstractmethod
+    def get(self) -> Tensor:
+        """The tensor, in its original shape."""
+
+
+class Memory(Protocol):
+    """Where a block's saved tensors are kept (`offload.py`)."""
+
+    def put(self, tensor: Tensor) -> Tensor | Place:
+        """The place of a tensor of any shape, or the tensor itself if it is kept where it is."""
+
+    def close(self) -> None:
+        """The block's forward has ended."""
 
 
 class _Entry(NamedTuple):
@@ -56,13 +77,18 @@ class _Packed(NamedTuple):
 class _Ledger:
     """The cheap values of one block, by their storage."""
 
-    def __init__(self, hooks: ExitStack) -> None:
-        self._hooks = hooks
+    def __init__(self, hooks: ExitStack, memory: Memory | None) -> None:
+        self._hooks, self._memory = hooks, memory
         self._entries: dict[int, _Entry] = {}
+        if memory is not None:
+            self._start()
+
+    def _start(self) -> None:
+        self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
     def note(self, value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
-        if not self._entries:  # a block with small values needs no hooks
-            self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
+        if not self._entries and self._memory is None:  # a block with small values needs no hooks
+            self._start()
         recipe = Recipe(function, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         storage = StorageWeakRef(value.untyped_storage())
         self._entries[storage.cdata] = _Entry(storage, recipe, value.storage_offset(), value.numel(), value._version)
@@ -70,12 +96,19 @@ class _Ledger:
     def clear(self) -> None:
         """Drops the entries: autograd holds the hooks, and so the ledger, which must not hold the inputs, too."""
         self._entries.clear()
+        if self._memory is not None:
+            self._memory.close()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Packed:
+    def _pack(self, tensor: Tensor) -> Tensor | Place | _Packed:
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         if entry is None or not _is_value(tensor, entry):
-            return tensor
-        return _Packed(entry.recipe, tensor.shape)
+            return self._kept(tensor)
+        inputs = tuple(map(self._kept, entry.recipe.inputs))
+        return _Packed(entry.recipe._replace(inputs=inputs), tensor.shape)
+
+    def _kept(self, value: Any) -> Any:
+        """A value as it is kept: tensors where `memory` puts them."""
+        return value if self._memory is None or not isinstance(value, Tensor) else self._memory.put(value)
 
 
 def _is_value(tensor: Tensor, entry: _Entry) -> bool:
@@ -84,27 +117,32 @@ def _is_value(tensor: Tensor, entry: _Entry) -> bool:
     return found == (entry.offset, entry.size, entry.version) and tensor.is_contiguous()
 
 
-def _unpack(packed: Tensor | _Packed) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.recipe.compute().view(packed.shape)
+def _restored(kept: Any) -> Any:
+    return kept.get() if isinstance(kept, Place) else kept
+
+
+def _unpack(packed: Tensor | Place | _Packed) -> Tensor:
+    return packed.recipe.compute().view(packed.shape) if isinstance(packed, _Packed) else _restored(packed)
 
 
 _LEDGER: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)
 
 
-def cheap_values_recomputed() -> AbstractContextManager[None]:
-    """Context in which autograd saves recipes in place of the values of cheap functions: entered once for each block.
+def cheap_values_recomputed(memory: Memory | None = None) -> AbstractContextManager[None]:
+    """Context in which autograd saves recipes in place of the values of cheap functions, and everything else in
+    `memory`: entered once for each block.
 
     It does nothing when compiling (a compiler plans its own memory), or without gradients.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
-    return _open_ledger()
+    return _open_ledger(memory)
 
 
 @contextmanager
-def _open_ledger() -> Iterator[None]:
+def _open_ledger(memory: Memory | None) -> Iterator[None]:
     with ExitStack() as hooks:
-        ledger = _Ledger(hooks)
+        ledger = _Ledger(hooks, memory)
         token = _LEDGER.set(ledger)
         try:
             yield

@@ -240,6 +240,7 @@ EFFECTS = {
     ),
     "parallel.recompute_granularity": seen("recomputed", "selective"),
     "parallel.recompute_num_layers": seen("recomputed", "1", "parallel.recompute_granularity=full"),
+    "parallel.cpu_offloading_num_layers": seen("offloaded", "1"),
     "parallel.cuda_graph_max_segments": ends("needs a GPU", "8", "train.precision=bf16"),
     "checkpoint.save_interval": seen("there", "1"),
     "checkpoint.save_minutes": seen("there", "1e-9"),

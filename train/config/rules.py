@@ -48,6 +48,12 @@ COMPUTING: tuple[Rule[Run], ...] = (
         needs=lambda run: run.parallel.recompute_granularity == "full",
         remedy="{parallel.recompute_num_layers=} needs parallel.recompute_granularity=full",
     ),
+    Rule(
+        when=lambda run: run.parallel.cpu_offloading_num_layers > 0,
+        needs=lambda run: run.parallel.recompute_granularity != "full" or run.parallel.recompute_num_layers is not None,
+        remedy="{parallel.cpu_offloading_num_layers=} offloads blocks that are not recomputed, and "
+        "parallel.recompute_granularity=full recomputes all; set parallel.recompute_num_layers, or leave one out",
+    ),
     *map(of_layout, parallel_sizes.RULES),
     multiple_of(
         "data.seq_length",
@@ -148,6 +154,10 @@ COMPUTING: tuple[Rule[Run], ...] = (
     of_graphs(
         lambda run: run.parallel.recompute_granularity == "none",
         "recomputation: parallel.recompute_granularity=none",
+    ),
+    of_graphs(
+        lambda run: not run.parallel.cpu_offloading_num_layers,
+        "{parallel.cpu_offloading_num_layers=}: leave that out",
     ),
     of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
     of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),

@@ -271,6 +271,9 @@ class ParallelConfig:
     before the first step how many blocks must be recomputed to fit the free memory (`train/plan/recompute.py`)."""
     recompute_num_layers: int | None = setting(None, above=0)
     """Blocks of each model chunk that `full` applies to; None: all."""
+    cpu_offloading_num_layers: int = setting(0, low=0)
+    """Blocks of each model chunk, the first that are not recomputed, whose activations are in host memory between their
+    forward and backward. Of use on GPUs alone, where a block computes longer than its activations travel."""
     cuda_graph_max_segments: int | None = setting(None, above=0)
     """Maximum segments (samples, plus one for padding) of packs for which the blocks are replayed as CUDA graphs; None:
     no graphs. Needs a network on one GPU. Saves kernel launch time, and takes memory for a gradient of all blocks."""

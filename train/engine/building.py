@@ -186,6 +186,7 @@ def _build_network(
         impl=_kind_of_linears(config),
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
+        cpu_offloading_num_layers=parallel.cpu_offloading_num_layers,
         cuda_graph_max_segments=parallel.cuda_graph_max_segments,
     )
     if config.train.adapter is not None:

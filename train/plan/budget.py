@@ -16,15 +16,22 @@ from megadit.train.plan.estimate import estimate_step, seconds_to_launch
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import spreads_optimizer
-from megadit.train.plan.work import count_trained, num_self_attentions, num_sublayers, typical_pack, work_of
+from megadit.train.plan.work import (
+    attention_efficiency,
+    count_trained,
+    num_self_attentions,
+    num_sublayers,
+    typical_pack,
+    work_of,
+)
 
 PRODUCTS = 0.71
 """Fraction of the data sheet's rate reached by products of some thousand rows and columns."""
 EIGHT_BITS = 1.1
 """Speedup of FP8 products over bf16, including casts (their peak rate is twice as high)."""
-ATTENTION = {"dense": 0.445, "varlen": 0.267}
-"""Fraction of the data sheet's rate in attention, forward and backward: cuDNN's kernel for dense batches,
-FlashAttention-2's for packs."""
+ATTENTION = {"dense": 0.484, "varlen": 0.290}
+"""Fraction of the data sheet's rate that attention to long samples approaches (`attention_efficiency`), forward and
+backward: cuDNN's kernel for dense batches, FlashAttention-2's for packs."""
 TEXT_ATTENTION = 0.28
 """The same for cross-attention to a few hundred text tokens."""
 STREAM = 0.8
@@ -35,6 +42,10 @@ SMALL_KERNELS = 90
 """Kernels of a micro-batch around its layers, noise and noise levels included."""
 LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""
+
+
+_WAITS = ("tensor", "context", "experts", "offloading", "pipeline", "data", "waiting")
+"""Categories of `StepTime` in which the rank does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +66,7 @@ def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
     parts.append(_constant("noise and launches", SMALL_KERNELS * LAUNCH * layout.num_micro_batches))
     time = estimate_step(config, layout, gpu)
-    sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data", "waiting")}
+    sent = {name: getattr(time, name) for name in _WAITS}
     parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
     computed = sum(part.seconds for part in parts)
     launched = seconds_to_launch(config, layout) * layout.num_micro_batches
@@ -85,7 +96,8 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     # ranks that only exchange heads attend to whole samples; a ring uses the kernel for packs
     kernel = "dense" if has_few_long_groups(pack) and layout.ring == 1 else "varlen"
     attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
-    yield part(f"self-attention ({kernel})", attention * video / (video + text), ATTENTION[kernel])
+    share = ATTENTION[kernel] * attention_efficiency(pack, config.model, layout.ring)
+    yield part(f"self-attention ({kernel})", attention * video / (video + text), share)
     if text:
         yield part("cross-attention", attention * text / (video + text), TEXT_ATTENTION)
 

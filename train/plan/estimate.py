@@ -1,7 +1,7 @@
 """Estimated time of one optimizer step: a roofline of computation plus exposed communication.
 
     micro-batch = products + attention + elementwise + waiting for the host + tensor-parallel collectives
-                + exposed context exchange + exchange of tokens with experts
+                + exposed context exchange + exchange of tokens with experts + exposed offloading
     step        = micro-batch x (micro-batches + (p - 1) / v)  +  exposed gradients and weights  +  update
 
 Two constants are fitted to published throughputs (`calibration`): the fractions of the data sheet's rate that matrix
@@ -14,8 +14,8 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.memory import spreads_optimizer
-from megadit.train.plan.work import Work, count_trained, work_of
+from megadit.train.plan.memory import offloaded_bytes, spreads_optimizer
+from megadit.train.plan.work import Work, attention_efficiency, count_trained, typical_pack, work_of
 
 HALF_RATE_WIDTH = 1024
 """Width D / t at which matrix products reach half of their best rate."""
@@ -44,7 +44,7 @@ class Calibration:
     attention: float
 
 
-H100_CALIBRATION = Calibration(matmul=0.779, attention=0.409)
+H100_CALIBRATION = Calibration(matmul=0.818, attention=0.409)
 """Fitted to the two published throughputs of the 7B model; see `calibration` and LAYOUTS.md."""
 
 
@@ -62,6 +62,8 @@ class StepTime:
     context: float
     experts: float
     """Exchange of tokens with experts, not overlapped."""
+    offloading: float
+    """Copies of activations to host memory and back that forward and backward do not overlap."""
     pipeline: float
     """Pipeline bubble, and sending of activations."""
     data: float
@@ -86,7 +88,8 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
     context = _context_seconds(work, layout, gpu, layers, attention)
     passing = _collectives(work.pipeline_bytes, _bandwidth(gpu, layout.gpus), 2 if layout.pipeline > 1 else 0)
     experts = _expert_seconds(work, layout, gpu, layers)
-    micro, m = compute + tensor + context + experts + passing, layout.num_micro_batches
+    offloading = _exposed_offloading(config, layout, gpu, compute)
+    micro, m = compute + tensor + context + experts + offloading + passing, layout.num_micro_batches
     return StepTime(
         products=products * m,
         attention=attention * m,
@@ -95,6 +98,7 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
         tensor=tensor * m,
         context=context * m,
         experts=experts * m,
+        offloading=offloading * m,
         pipeline=micro * (layout.pipeline - 1) / layout.virtual_pipeline + passing * m,
         data=_exposed_data(work, layout, gpu, micro),
         update=_update_seconds(config, layout, gpu),
@@ -117,6 +121,8 @@ def _compute_seconds(
     rate = gpu.bf16_flops * (1 if config.train.is_half else 0.5)
     products = products_again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
     attention_rate = rate * calibration.attention * (RING_ATTENTION if layout.ring > 1 else 1)
+    if not gpu.is_cpu:
+        attention_rate *= attention_efficiency(typical_pack(config), config.model, layout.ring)
     attention = (1 + work.recompute_attention / 3) * work.attention_flops / attention_rate
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     return products, attention, elementwise
@@ -151,6 +157,12 @@ def _context_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float, attent
 def _expert_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float) -> float:
     shared = layout.expert * layout.expert_tensor
     return _collectives(work.expert_bytes, _bandwidth(gpu, shared), 4 * layers) if shared > 1 else 0.0
+
+
+def _exposed_offloading(config: RunConfig, layout: Layout, gpu: Gpu, compute: float) -> float:
+    """Seconds by which copies of a micro-batch's activations exceed its forward, and its backward."""
+    copied = offloaded_bytes(config, layout) / (gpu.host_bandwidth * LINK_EFFICIENCY)
+    return max(0.0, copied - compute / 3) + max(0.0, copied - compute * 2 / 3)
 
 
 def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:

@@ -25,6 +25,8 @@ class Gpu:
     """Bandwidth to the other GPUs of a node in bytes per second (NVLink, or else PCIe)."""
     network_bandwidth: float
     """Network bandwidth per GPU in bytes per second."""
+    host_bandwidth: float = 64 * GB
+    """Bandwidth to the host's memory in bytes per second: PCIe 5, 16 lanes, unless told otherwise."""
     per_node: int = 8
     is_cpu: bool = False
     """Whether it is a share of this machine's CPU cores."""
@@ -42,6 +44,7 @@ GPUS: dict[str, Gpu] = {
             memory_bandwidth=1555 * GB,
             link_bandwidth=300 * GB,
             network_bandwidth=25 * GB,
+            host_bandwidth=32 * GB,
         ),
         Gpu(
             name="a100-80gb",
@@ -50,6 +53,7 @@ GPUS: dict[str, Gpu] = {
             memory_bandwidth=2039 * GB,
             link_bandwidth=300 * GB,
             network_bandwidth=25 * GB,
+            host_bandwidth=32 * GB,
         ),
         Gpu(
             name="l40s-48gb",
@@ -58,6 +62,7 @@ GPUS: dict[str, Gpu] = {
             memory_bandwidth=864 * GB,
             link_bandwidth=32 * GB,
             network_bandwidth=25 * GB,
+            host_bandwidth=32 * GB,
         ),
         Gpu(
             name="h100-80gb",
@@ -106,6 +111,7 @@ GPUS: dict[str, Gpu] = {
             memory_bandwidth=8000 * GB,
             link_bandwidth=900 * GB,
             network_bandwidth=50 * GB,
+            host_bandwidth=225 * GB,
             per_node=4,
         ),
     )

@@ -29,6 +29,8 @@ class Layout:
     recompute: str = "none"
     recompute_share: float = 1.0
     """Fraction of the blocks recomputed with `recompute="full"`."""
+    offloaded_share: float = 0.0
+    """Fraction of the blocks whose activations are in host memory until their backward."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
 
@@ -48,6 +50,7 @@ class Layout:
             data_parallel=config.parallel.data_parallel,
             recompute=_recompute(config),
             recompute_share=_recompute_share(config),
+            offloaded_share=_offloaded_share(config),
             micro_batch_size=config.data.micro_batch_size,
             global_batch_size=config.data.global_batch_size,
         )
@@ -105,6 +108,7 @@ class Layout:
         parts += [f"ETP{self.expert_tensor}"] if self.expert_tensor > 1 else []
         parts.append(f"DP{self.data} {self.data_parallel}")
         again = {"none": "", "selective": ", attention recomputed", "full": ", blocks recomputed"}[self.recompute]
+        again += ", blocks offloaded" if self.offloaded_share else ""
         return " ".join(parts) + again + f", {self.num_micro_batches} x {self.micro_batch_size}"
 
 
@@ -117,6 +121,12 @@ def _recompute(config: RunConfig) -> str:
 def _recompute_share(config: RunConfig) -> float:
     count = config.parallel.recompute_num_layers
     return 1.0 if count is None else min(1.0, count * config.parallel.sizes.num_chunks / config.model.num_layers)
+
+
+def _offloaded_share(config: RunConfig) -> float:
+    recomputed = _recompute_share(config) if _recompute(config) == "full" else 0.0
+    count = config.parallel.cpu_offloading_num_layers
+    return min(1.0 - recomputed, count * config.parallel.sizes.num_chunks / config.model.num_layers)
 
 
 _SIZES = (
@@ -146,5 +156,6 @@ def with_layout(
         data_parallel=data_parallel,
         recompute_granularity=recompute,
         recompute_num_layers=None,
+        cpu_offloading_num_layers=0,
     )
     return replace(config, parallel=parallel, data=replace(config.data, micro_batch_size=micro))

@@ -30,16 +30,19 @@ class Memory:
     """Activations stored for the backward, of all micro-batches in flight."""
     passing: float
     """Largest temporary memory: gradients within a layer, a recomputed layer, gathered weights."""
+    offloaded: float = 0.0
+    """Activations in host memory."""
 
     @property
     def total(self) -> float:
+        """All but the host's."""
         return self.parameters + self.gradients + self.optimizer + self.ema_weights + self.activations + self.passing
 
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
     """Memory of a rank of the first pipeline stage, which has most micro-batches in flight."""
     trained, head, learners = count_trained(config), _head(config), _num_learners(config)
-    is_spread, stored_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
+    is_spread, stored_per_layer = spreads_optimizer(config, layout), layer_bytes(config, layout)
     # with a discriminator, both generated and real samples go through the critic, and the student's step through both
     learnt = learners * _stored(trained, layout) + _stored(head, layout)
 
@@ -54,6 +57,7 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
         ema_weights=4 * len(config.ema.sigma_rels) * trained.share(layout),
         activations=(1 + (head.total > 0)) * _stored_activations(config, layout, stored_per_layer),
         passing=_passing(config, layout, stored_per_layer),
+        offloaded=_in_flight(layout) * offloaded_bytes(config, layout),
     )
 
 
@@ -123,7 +127,7 @@ def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:
     return packs * config.data.seq_length / layout.context, packs * config.data.text_seq_length
 
 
-def _layer_bytes(config: RunConfig, layout: Layout) -> float:
+def layer_bytes(config: RunConfig, layout: Layout) -> float:
     """Bytes that one block stores for its backward.
 
     Per token: input of the norm before each sublayer and output of the sublayer (6 D for three); for self-attention q,
@@ -180,12 +184,17 @@ def _in_flight(layout: Layout) -> float:
     return min(waiting, layout.num_micro_batches)
 
 
-def _stored_activations(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
+def offloaded_bytes(config: RunConfig, layout: Layout) -> float:
+    """Bytes of activations of a micro-batch that a rank copies to host memory, and back."""
+    return layout.offloaded_share * config.model.num_layers / layout.pipeline * layer_bytes(config, layout)
+
+
+def _stored_activations(config: RunConfig, layout: Layout, stored_per_layer: float) -> float:
     model = config.model
     layers = model.num_layers / layout.pipeline
     share = layout.recompute_share if layout.recompute == "full" else 0.0
     # recomputed attention (`selective`) saves almost nothing: its result is stored for the following projection
-    per_layer = share * _block_input_bytes(config, layout) + (1 - share) * layer_bytes
+    per_layer = share * _block_input_bytes(config, layout) + (1 - share - layout.offloaded_share) * stored_per_layer
     tokens, text = _tokens(config, layout)
     # outside the blocks: x0, noise, their sum and the prediction in float32; text features and their embedding
     outside = tokens * 5 * 4 * model.patch_dim + text * (
@@ -194,7 +203,7 @@ def _stored_activations(config: RunConfig, layout: Layout, layer_bytes: float) -
     return _in_flight(layout) * per_layer * layers + outside
 
 
-def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
+def _passing(config: RunConfig, layout: Layout, stored_per_layer: float) -> float:
     """The larger of the temporary memory of a block's backward and of the optimizer's step."""
     model = config.model
     tokens, _ = _tokens(config, layout)
@@ -202,7 +211,9 @@ def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     # gradients of q, k, v before and after their norms, of the result, and of the stream; or those of the MLP
     backward = _size(config) * max(tokens * (8 * A + 2 * D), min(tokens, 8192) * 3 * M + tokens * 3 * D)
     if layout.recompute == "full":
-        backward += layer_bytes
+        backward += stored_per_layer
+    if layout.offloaded_share:  # of the block that computes, and of the one before it
+        backward += 2 * stored_per_layer
     if config.train.base_is_int8:  # a matrix as it is made for its product: its codes, and these times their steps
         backward += 2 * _size(config) * D * model.mlp_rows / layout.tensor
     if layout.data_parallel == "fsdp":  # two blocks gathered, the gradients of one before they are scattered

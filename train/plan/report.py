@@ -161,8 +161,10 @@ def _members(ranks: np.ndarray) -> str:
 
 
 def _memory_lines(memory: Memory) -> list[str]:
-    parts = ", ".join(f"{name} {memory_in_words(getattr(memory, name))}" for name in memory.__slots__)
-    return [f"memory of a rank: {memory_in_words(memory.total)}: {parts}"]
+    parts = {name: memory_in_words(getattr(memory, name)) for name in memory.__slots__}
+    offloaded = parts.pop("offloaded")
+    line = f"memory of a rank: {memory_in_words(memory.total)}: " + ", ".join(map(" ".join, parts.items()))
+    return [line, *([f"  and of its host: {offloaded} of activations, pinned"] if memory.offloaded else [])]
 
 
 def _work_lines(config: RunConfig, layout: Layout) -> list[str]:

@@ -89,7 +89,6 @@ def test_compilers_see_one_variant_whatever_is_forced(monkeypatch):
         "modulated_norm": "reference",
         "qk_norm_rope": "one_pass",
         "sinusoids": "reference",
-        "with_null": "reference",
     }
 
 

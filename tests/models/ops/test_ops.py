@@ -202,12 +202,6 @@ def sinusoids_cases() -> Iterator[Case]:
         yield Case(f"scale {scale}, cosines first {cos_first}, no gradients", inputs, has_gradients=False)
 
 
-def with_null_cases() -> Iterator[Case]:
-    for name, shape in {"pack": (9, 1, 1), "batch": (1, 3, 1)}.items():
-        is_null = torch.arange(shape[0] * shape[1]).view(shape) % 2 == 0
-        yield Case(name, (numbers(9, shape[1], 48), is_null, numbers(48)))
-
-
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "linear": linear_cases,
     "attention": attention_cases,
@@ -216,7 +210,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "gated_residual": gated_residual_cases,
     "qk_norm_rope": qk_norm_rope_cases,
     "sinusoids": sinusoids_cases,
-    "with_null": with_null_cases,
 }
 CONSTANT = {"qk_norm_rope": (2, 3)}
 """Inputs without gradients."""

@@ -253,6 +253,10 @@ BREACHES = (
         "gradient_accumulation_fusion=true needs gradient buffers, which parallel.data_parallel=fsdp",
         parallel={"gradient_accumulation_fusion": True, "data_parallel": "fsdp"},
     ),
+    breach(
+        "cpu_offloading_num_layers=1 offloads blocks that are not recomputed",
+        parallel={"cpu_offloading_num_layers": 1, "recompute_granularity": "full"},
+    ),
     breach("recompute_num_layers=1 needs parallel.recompute_granularity=full", parallel={"recompute_num_layers": 1}),
     # layouts
     breach("start 2 or 4 ranks", {"world_size": 3}, parallel={"tensor_model_parallel_size": 2}),
@@ -342,6 +346,7 @@ BREACHES = (
     of_graphs("train.fp8=hybrid: leave that out", train={"precision": "bf16", "fp8": "hybrid"}),
     of_graphs("gradient_accumulation_fusion: leave that out", parallel={"gradient_accumulation_fusion": True}),
     of_graphs("recomputation", parallel={"recompute_granularity": "full"}),
+    of_graphs("parallel.cpu_offloading_num_layers=2", parallel={"cpu_offloading_num_layers": 2}),
     of_graphs("train.adapter: leave that out", train=ADAPTER),
     of_graphs("train.distill: leave that out", train=STUDENT),
     of_graphs("experts, whose token counts vary", model=EXPERTS),

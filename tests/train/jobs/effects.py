@@ -27,6 +27,7 @@ from megadit.infer.media.video_io import read_video  # noqa: E402
 from megadit.models.megatron.checkpoint import TENSORS, _read, find_checkpoints  # noqa: E402
 from megadit.models.megatron.integrity import read_description  # noqa: E402
 from megadit.models.ops import ledger  # noqa: E402
+from megadit.models.ops.offload import HostMemory  # noqa: E402
 from megadit.train.__main__ import main as train  # noqa: E402
 from megadit.train.engine import loop
 from megadit.train.monitoring.metrics import Metrics  # noqa: E402
@@ -42,6 +43,7 @@ class Notes:
     def __init__(self) -> None:
         self.layout: dict | None = None
         self.recomputed = 0
+        self.offloaded = 0
         self.there: list[list[str]] = []
         self.wandb: list[dict] = []
 
@@ -49,7 +51,7 @@ class Notes:
 @contextlib.contextmanager
 def watched(notes):
     """Looks on from the places where the loop calls others."""
-    build, log, checkpoint = loop.build_training, Metrics.log, ledger.checkpoint
+    build, log, checkpoint, close = loop.build_training, Metrics.log, ledger.checkpoint, HostMemory.close
 
     def build_training(config, groups):
         training = build(config, groups)
@@ -65,10 +67,15 @@ def watched(notes):
         notes.recomputed += 1
         return checkpoint(*arguments, **settings)
 
+    def count_offloaded(memory):
+        notes.offloaded += 1
+        close(memory)
+
     with (
         mock.patch.object(loop, "build_training", build_training),
         mock.patch.object(Metrics, "log", note_checkpoints),
         mock.patch.object(ledger, "checkpoint", count),
+        mock.patch.object(HostMemory, "close", count_offloaded),
     ):
         yield
 
@@ -125,7 +132,7 @@ def run(folder, name, arguments, reads_tensors):
         "threads": torch.get_num_threads(),
         "matmul": torch.backends.mkldnn.matmul.fp32_precision,
         **(tensors(out) if reads_tensors else {}),
-        **{key: getattr(notes, key) for key in ("layout", "recomputed", "there", "wandb")},
+        **{key: getattr(notes, key) for key in ("layout", "recomputed", "offloaded", "there", "wandb")},
     }
 
 
