@@ -99,7 +99,7 @@ def has_varlen_attention() -> bool:
 
 
 @cache
-def use_flash_attention_3() -> bool:
+def switch_to_flash_attention_3() -> bool:
     """Switch all flash attention of this process to FlashAttention-3 (arXiv 2407.08608) where it can run: on a Hopper
     GPU, with its package and a torch that calls it (2.11). Return whether it does.
     """
@@ -152,7 +152,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bo
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    use_flash_attention_3()
+    switch_to_flash_attention_3()
     tensors = layout.on(q.device)
     bounds_k, longest_k = (tensors.text_bounds, layout.longest_text) if cross else (tensors.bounds, layout.longest)
     out_SNK = varlen_attn(q.squeeze(1), k.squeeze(1), v.squeeze(1), tensors.bounds, bounds_k, layout.longest, longest_k)

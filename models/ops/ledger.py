@@ -30,11 +30,12 @@ class Recipe(NamedTuple):
 
     function: Callable[..., Tensor]
     inputs: tuple
+    """Tensors, placeholders of values that are themselves recomputed, and others."""
 
     def compute(self) -> Tensor:
         """The recomputed value, in its original shape."""
         with torch.no_grad():
-            return self.function(*self.inputs)
+            return self.function(*map(_unpack, self.inputs))
 
 
 class _Entry(NamedTuple):
@@ -63,7 +64,7 @@ class _Ledger:
     def note(self, value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
         if not self._entries:  # a block with small values needs no hooks
             self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
-        recipe = Recipe(function, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs))
+        recipe = Recipe(function, tuple(self._pack(x.detach()) if isinstance(x, Tensor) else x for x in inputs))
         storage = StorageWeakRef(value.untyped_storage())
         self._entries[storage.cdata] = _Entry(storage, recipe, value.storage_offset(), value.numel(), value._version)
 
@@ -84,8 +85,8 @@ def _is_value(tensor: Tensor, entry: _Entry) -> bool:
     return found == (entry.offset, entry.size, entry.version) and tensor.is_contiguous()
 
 
-def _unpack(packed: Tensor | _Packed) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.recipe.compute().view(packed.shape)
+def _unpack(packed: Any) -> Any:
+    return packed.recipe.compute().view(packed.shape) if isinstance(packed, _Packed) else packed
 
 
 _LEDGER: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)

@@ -19,7 +19,7 @@ from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, synchronize, t
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megadit.models.megatron.parallelism.block_attention import attend_block, attend_block_backward
-from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention, use_flash_attention_3
+from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention, switch_to_flash_attention_3
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 
@@ -148,7 +148,7 @@ def measure_all(kernels: dict[str, tuple[Callable, Callable]], ring: str) -> Non
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    has_flash_attention_3 = HAS_GPU and use_flash_attention_3()
+    has_flash_attention_3 = HAS_GPU and switch_to_flash_attention_3()
     if has_flash_attention_3:
         torch.nn.attention.restore_flash_attention_impl()
     measure_all(KERNELS if HAS_GPU else {"by groups": KERNELS["by groups"]}, "ring")

@@ -71,6 +71,7 @@ def by_torch(folders_of):
     broken = {"broken": "exchange of eight bits", "parallel": TP}
     again = {"parallel": {"recompute_granularity": "full"}}
     layouts = {name: {"parallel": parallel} for name, parallel in LAYOUTS.items()}
+    layouts["sp"]["is_large"] = True  # so that tokens are gathered again in backward
     for name in ("distributed optimizer", "pp"):
         layouts[f"{name}, cached"] = layouts[name] | {"train": CACHED}
     cases = {1: {"eight": {}, "recomputed": again, "cached": {"train": CACHED}}, 2: layouts | {"without": broken}}

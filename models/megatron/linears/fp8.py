@@ -171,7 +171,7 @@ class Fp8Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(share.out_features, share.in_features))
         self.bias = None if share.num_biases is None else nn.Parameter(torch.empty(share.num_biases))
         self.weight_codes: WeightCodes | None = None
-        """Those of the current step, see `weights_unchanged`."""
+        """Scale and codes of the current step; None: those of one call (`weights_unchanged`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], for the tokens of the layout."""

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megadit.models.megatron.parallelism import block_attention
 from megadit.models.megatron.parallelism.block_attention import attend_block, attend_block_backward
-from megadit.models.ops.attention import attend_by_length_group, attend_varlen, use_flash_attention_3
+from megadit.models.ops.attention import attend_by_length_group, attend_varlen, switch_to_flash_attention_3
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 
@@ -33,9 +33,9 @@ def switched(monkeypatch):
     """What the switch was called with."""
     calls = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", calls.append)
-    use_flash_attention_3.cache_clear()
+    switch_to_flash_attention_3.cache_clear()
     yield calls
-    use_flash_attention_3.cache_clear()
+    switch_to_flash_attention_3.cache_clear()
 
 
 def attend_on_a_gpu():
@@ -54,7 +54,7 @@ def attend_on_a_gpu():
 def test_a_hopper_gpu_is_switched_once(monkeypatch, package, switched, capability, is_used):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     attend_on_a_gpu()
-    assert switched == ["FA3"] * is_used and use_flash_attention_3() is is_used
+    assert switched == ["FA3"] * is_used and switch_to_flash_attention_3() is is_used
 
 
 @pytest.mark.parametrize("impls", [None, lambda: ["FA4"]], ids=["torch 2.9", "another kernel alone"])
@@ -155,11 +155,11 @@ def on_cpu(monkeypatch, package):
     for refuses in ("_fa3_forward_support_error", "_fa3_backward_support_error"):
         monkeypatch.setattr(fa3, refuses, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    use_flash_attention_3.cache_clear()
-    assert use_flash_attention_3() and torch.nn.attention.current_flash_attention_impl() == "FA3"
+    switch_to_flash_attention_3.cache_clear()
+    assert switch_to_flash_attention_3() and torch.nn.attention.current_flash_attention_impl() == "FA3"
     yield seen
     torch.nn.attention.restore_flash_attention_impl()
-    use_flash_attention_3.cache_clear()
+    switch_to_flash_attention_3.cache_clear()
 
 
 def normal(*shapes):

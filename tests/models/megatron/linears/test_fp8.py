@@ -12,8 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from megadit.models.configs.config import DiTConfig
 from megadit.models.megatron import extensions
-from megadit.models.megatron.linears import fp8
+from megadit.models.megatron.linears import fp8, shares
 from megadit.models.megatron.linears.fp8 import (
     E4M3,
     E5M2,
@@ -27,8 +28,13 @@ from megadit.models.megatron.linears.fp8 import (
     weights_unchanged,
 )
 from megadit.models.megatron.linears.shares import Share
-from megadit.models.ops import fusion
+from megadit.models.megatron.plan import COLUMN
+from megadit.models.networks.registry import build_network
+from megadit.models.ops import fusion, ledger
 from megadit.models.ops.ledger import recomputed
+from megadit.models.ops.linear import Linear
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FORMATS = [E4M3, E5M2]
@@ -177,6 +183,78 @@ def test_the_next_step_casts_the_new_weights():
             found.append(layer(random(16, 32).requires_grad_()))
         assert torch.equal(found[-1], layer(random(16, 32).requires_grad_()))
     assert layer.weight._version == version and not torch.equal(*found)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What autograd keeps in blocks of a large network: of each memory once, in bytes."""
+    monkeypatch.setattr(ledger, "SMALL", 0)
+    sizes, pack = {}, ledger._Ledger._pack
+
+    def packed(self, tensor):
+        found = pack(self, tensor)
+        for one in [found] if isinstance(found, torch.Tensor) else found.recipe.inputs:
+            if isinstance(one, torch.Tensor) and one.numel() > 1:
+                sizes[one.untyped_storage().data_ptr()] = one, one.untyped_storage().nbytes()
+        return found
+
+    monkeypatch.setattr(ledger._Ledger, "_pack", packed)
+    return sizes
+
+
+@pytest.mark.parametrize("family", ["megadit", "nemo", "moviegen", "st_dit"])
+def test_what_linears_read_is_kept_for_others_anyway(monkeypatch, kept, family):
+    """But for the text, once for all layers: codes of x would be kept in addition."""
+    width, words, tokens = 256, 16, 32
+    config = DiTConfig(
+        **dict(num_layers=2, hidden_size=width, num_attention_heads=2, in_channels=4, patch_spatial=2),
+        **dict(crossattn_emb_size=16, family=family),
+    )
+    network = build_network(config).bfloat16()
+    for path, plain in list(network.blocks.named_modules()):
+        if type(plain) is Linear and "modulation" not in path:
+            layer = Fp8Linear(Share(plain.out_features, plain.in_features), E5M2).bfloat16()
+            network.blocks.set_submodule(path, layer)
+    layout = PackLayout.pack([Segment((2, 4, 4), words)], capacity=tokens, text_capacity=words)
+    x, text, one = torch.randn(tokens, 1, config.patch_dim), torch.randn(words, 1, 16), torch.ones(1)
+
+    def bytes_kept():
+        kept.clear()
+        network.forward_packed(x.bfloat16(), one, text.bfloat16(), one, layout)
+        return sum(size for _, size in kept.values())
+
+    forward, now = _EightBitProduct.forward, bytes_kept()
+
+    def without_x(ctx, *inputs):
+        y = forward(ctx, *inputs)
+        ctx.save_for_backward(inputs[1])
+        return y
+
+    monkeypatch.setattr(_EightBitProduct, "forward", staticmethod(without_x))
+    assert now - bytes_kept() == 2 * words * config.text_size
+
+
+def test_tokens_of_other_ranks_are_gathered_again(monkeypatch):
+    gathered = []
+
+    def gather(x, group):
+        gathered.append(torch.cat([x, 2 * x]))
+        return gathered[-1]
+
+    group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(shares.parallel_state, "get_tensor_model_parallel_group", lambda: group)
+    monkeypatch.setattr(shares, "gather_from_sequence_parallel_region", gather)
+    monkeypatch.setattr(ledger, "SMALL", 0)
+    share = shares.share_of(nn.Linear(32, 96, bias=False), COLUMN, SimpleNamespace(sequence_parallel=True))
+    layer, x = Fp8Linear(share, E5M2), random(8, 32).requires_grad_()
+    torch.nn.init.normal_(layer.weight)
+    with ledger.cheap_values_recomputed():
+        y = layer(x)
+    gathered[0].detach().zero_()  # kept by nobody
+    y.square().sum().backward()
+    assert len(gathered) == 2
+    _, of_whole, of_weight = computed(torch.cat([x, 2 * x]), layer.weight, 2 * y.detach(), E5M2)
+    assert torch.equal(layer.weight.grad, of_weight) and torch.equal(x.grad, of_whole[:8] + 2 * of_whole[8:])
 
 
 def test_frozen_weights_get_no_gradient():
