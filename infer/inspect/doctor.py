@@ -43,6 +43,7 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("tensorboard", "tensorboard", "training curves in a browser", "pip install 'megadit[train]'"),
     ("matplotlib", "matplotlib", "curves.png of `make demo`", "pip install 'megadit[train]'"),
     ("transformer-engine", "transformer_engine", "fused kernels and FP8 on GPUs", "pip install 'megadit[te]'"),
+    ("flash_attn_3", "flash_attn_interface", "FlashAttention-3 on Hopper GPUs", "docs/gpu.md says how to build it"),
     ("onnx", "onnx", "export to ONNX", "pip install 'megadit[export]'"),
     ("onnxruntime", "onnxruntime", "sampling from ONNX files", "pip install 'megadit[export]'"),
     ("openvino", "openvino", "ONNX files on CPUs, by OpenVINO", "pip install 'megadit[openvino]'"),

@@ -98,6 +98,19 @@ def has_varlen_attention() -> bool:
     return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
+@cache
+def switch_to_flash_attention_3() -> bool:
+    """Switch all flash attention of this process to FlashAttention-3 (arXiv 2407.08608) where it can run: on a Hopper
+    GPU, with its package and a torch that calls it (2.11). Return whether it does.
+    """
+    if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    if "FA3" not in getattr(torch.nn.attention, "list_flash_attention_impls", list)():
+        return False
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return True
+
+
 FEWEST_TOKENS, MOST_GROUPS = 512, 4
 """Minimum tokens of the shortest sample, and maximum length groups, for cuDNN's attention to each group: at nearly
 twice the rate of the varlen kernel on a Hopper GPU, it makes up for several launches (H100: 1.15 ms for eight samples
@@ -139,6 +152,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bo
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    switch_to_flash_attention_3()
     tensors = layout.on(q.device)
     bounds_k, longest_k = (tensors.text_bounds, layout.longest_text) if cross else (tensors.bounds, layout.longest)
     out_SNK = varlen_attn(q.squeeze(1), k.squeeze(1), v.squeeze(1), tensors.bounds, bounds_k, layout.longest, longest_k)

@@ -33,11 +33,12 @@ class Recipe(NamedTuple):
 
     function: Callable[..., Tensor]
     inputs: tuple
+    """Tensors, placeholders of values that are themselves recomputed, and others."""
 
     def compute(self) -> Tensor:
         """The recomputed value, in its original shape."""
         with torch.no_grad():
-            return self.function(*map(_restored, self.inputs))
+            return self.function(*map(_unpack, self.inputs))
 
 
 class Place(ABC):
@@ -89,7 +90,7 @@ class _Ledger:
     def note(self, value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
         if not self._entries and self._memory is None:  # a block with small values needs no hooks
             self._start()
-        recipe = Recipe(function, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs))
+        recipe = Recipe(function, tuple(self._looked_up(x.detach()) if isinstance(x, Tensor) else x for x in inputs))
         storage = StorageWeakRef(value.untyped_storage())
         self._entries[storage.cdata] = _Entry(storage, recipe, value.storage_offset(), value.numel(), value._version)
 
@@ -100,15 +101,23 @@ class _Ledger:
             self._memory.close()
 
     def _pack(self, tensor: Tensor) -> Tensor | Place | _Packed:
+        return self._kept(self._looked_up(tensor))
+
+    def _looked_up(self, tensor: Tensor) -> Tensor | _Packed:
+        """The recipe of a tensor that is a cheap value, or the tensor itself."""
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         if entry is None or not _is_value(tensor, entry):
-            return self._kept(tensor)
-        inputs = tuple(map(self._kept, entry.recipe.inputs))
-        return _Packed(entry.recipe._replace(inputs=inputs), tensor.shape)
+            return tensor
+        return _Packed(entry.recipe, tensor.shape)
 
     def _kept(self, value: Any) -> Any:
-        """A value as it is kept: tensors where `memory` puts them."""
-        return value if self._memory is None or not isinstance(value, Tensor) else self._memory.put(value)
+        """A value as it is kept: tensors, of recipes too, where `memory` puts them."""
+        if self._memory is None:
+            return value
+        if isinstance(value, _Packed):
+            inputs = tuple(map(self._kept, value.recipe.inputs))
+            return value._replace(recipe=value.recipe._replace(inputs=inputs))
+        return self._memory.put(value) if isinstance(value, Tensor) else value
 
 
 def _is_value(tensor: Tensor, entry: _Entry) -> bool:
@@ -117,12 +126,10 @@ def _is_value(tensor: Tensor, entry: _Entry) -> bool:
     return found == (entry.offset, entry.size, entry.version) and tensor.is_contiguous()
 
 
-def _restored(kept: Any) -> Any:
-    return kept.get() if isinstance(kept, Place) else kept
-
-
-def _unpack(packed: Tensor | Place | _Packed) -> Tensor:
-    return packed.recipe.compute().view(packed.shape) if isinstance(packed, _Packed) else _restored(packed)
+def _unpack(packed: Any) -> Any:
+    if isinstance(packed, _Packed):
+        return packed.recipe.compute().view(packed.shape)
+    return packed.get() if isinstance(packed, Place) else packed
 
 
 _LEDGER: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)

@@ -4,6 +4,8 @@ from float32, and whether two backwards agree to the bit.
 cuDNN with cumulative lengths is measured and never chosen: torch (to 2.13) has it as a private operation, for its own
 nested tensors. `varlen_attn` has it switched off, and gives its backward arguments of another order: switched on, it
 would fail. Where the row here is the fastest, a variant is due.
+
+Where FlashAttention-3 is installed, which runs then use, rows that end in FA3 are measured with it, others without.
 """
 
 import time
@@ -16,7 +18,8 @@ from einops import rearrange
 from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, synchronize, tell
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention
+from megadit.models.megatron.parallelism.block_attention import attend_block, attend_block_backward
+from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention, switch_to_flash_attention_3
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 
@@ -79,6 +82,22 @@ def measure(
     tell(name, found, failed=apart > 2e-2, ms=whole * 1e3, tflops=rates[1], error=apart)
 
 
+def measure_block(name: str) -> None:
+    """Attention of a rank's tokens to those of another, as around a ring of eight."""
+    q, k, v, grad = (normal(1, EIGHTH, HEADS, WIDTH) for _ in range(4))
+    out, lse = attend_block(q, k, v)
+    ahead, back = (
+        seconds(function)
+        for function in (lambda: attend_block(q, k, v), lambda: attend_block_backward(grad, q, out, lse, k, v))
+    )
+    exact, _ = attend_block(*(x.float() for x in (q, k, v)))
+    apart = ((out.float() - exact).norm() / exact.norm()).item()
+    flops = 4 * EIGHTH**2 * HEADS * WIDTH
+    rates = [flops / ahead / 1e12, 3 * flops / (ahead + back) / 1e12]
+    found = f"forward {rates[0]:,.0f} TFLOP/s, with backward {rates[1]:,.0f}, error {apart:.1e}"
+    tell(name, found, failed=apart > 2e-2, ms=(ahead + back) * 1e3, tflops=rates[1], error=apart)
+
+
 def captioned(num_packs: int) -> list[PackLayout]:
     """Packs of eight samples whose captions have lengths as people write them: normal around 180 words."""
     draws = torch.randn(num_packs, 8, generator=torch.Generator().manual_seed(0)) * 70 + 180
@@ -112,8 +131,8 @@ def measure_captions(title: str, compute: Callable) -> None:
     tell(title, found, ms=new * 1e3, known_ms=known * 1e3)
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
+def measure_all(kernels: dict[str, tuple[Callable, Callable]], ring: str) -> None:
+    """A row for each pack and kernel, and one called `ring` for a block of keys."""
     cases = [(name, lengths, size(512, 32), False) for name, lengths in PACKS.items()]
     cases += [(f"1 sample, {words} words", [TOKENS], words, True) for words in (16, size(512, 32))]
     for name, lengths, words, cross in cases:
@@ -121,11 +140,22 @@ if __name__ == "__main__":
         slots = sum(segment.text_places for segment in segments)
         layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=slots)
         assert layout.on(DEVICE).bounds.device.type == DEVICE.type  # sent before anything is timed
-        for kernel, how in KERNELS.items():
-            if HAS_GPU or kernel == "by groups":
-                title = f"{'cross-' if cross else ''}attention, {name}, {kernel}"
-                attempt(title, lambda t=title, la=layout, c=cross, h=how: measure(t, la, c, *h))
+        for kernel, how in kernels.items():
+            title = f"{'cross-' if cross else ''}attention, {name}, {kernel}"
+            attempt(title, lambda t=title, la=layout, c=cross, h=how: measure(t, la, c, *h))
+    attempt(f"attention, {ring}", lambda: measure_block(f"attention, {ring}"))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    has_flash_attention_3 = HAS_GPU and switch_to_flash_attention_3()
+    if has_flash_attention_3:
+        torch.nn.attention.restore_flash_attention_impl()
+    measure_all(KERNELS if HAS_GPU else {"by groups": KERNELS["by groups"]}, "ring")
     for kernel, compute in (("by groups", attend_by_length_group), ("varlen", attend_varlen)):
         if HAS_GPU or kernel == "by groups":
             title = f"cross-attention, varied captions, {kernel}"
             attempt(title, lambda t=title, c=compute: measure_captions(t, c))
+    if has_flash_attention_3:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+        measure_all({"varlen, FA3": KERNELS["varlen"]}, "ring, FA3")

@@ -178,6 +178,7 @@ EFFECTS = {
     "train.fp8_recipe": ends(
         "needs parallel.transformer_impl=transformer_engine", "mxfp8", *EIGHT_BITS, "train.fp8=hybrid"
     ),
+    "train.fp8_weight_cache": ends("needs train.fp8 by torch", "true", "train.precision=bf16"),
     "train.log_interval": seen("printed", "2"),
     "train.num_threads": seen("threads", "2"),
     "train.adapter.rank": told("2", *ADAPTER),

@@ -52,8 +52,10 @@ def test_sampling_has_sixteen(found):
 
 
 BF16 = {"precision": "bf16"}
-BY_TORCH = {**BF16, "train": {"fp8": "hybrid"}, "data": {"global_batch_size": 2}}
+BY_TORCH = {**BF16, "train": {"fp8": "hybrid"}, "data": {"global_batch_size": 2}, "steps": 3}
+"""A warm-up begins at 0: the third step is the first with other weights, from where on roundings move apart."""
 TP = {"tensor_model_parallel_size": 2}
+CACHED = {**BY_TORCH["train"], "fp8_weight_cache": True}
 LAYOUTS = {
     "distributed optimizer": {"data_parallel": "distributed_optimizer"},
     "fsdp, recomputed": {"data_parallel": "fsdp", "recompute_granularity": "full"},
@@ -69,7 +71,10 @@ def by_torch(folders_of):
     broken = {"broken": "exchange of eight bits", "parallel": TP}
     again = {"parallel": {"recompute_granularity": "full"}}
     layouts = {name: {"parallel": parallel} for name, parallel in LAYOUTS.items()}
-    cases = {1: {"eight": {}, "recomputed": again}, 2: layouts | {"without": broken}}
+    layouts["sp"]["is_large"] = True  # so that tokens are gathered again in backward
+    for name in ("distributed optimizer", "pp"):
+        layouts[f"{name}, cached"] = layouts[name] | {"train": CACHED}
+    cases = {1: {"eight": {}, "recomputed": again, "cached": {"train": CACHED}}, 2: layouts | {"without": broken}}
     cases = {ranks: {name: BY_TORCH | case for name, case in of.items()} for ranks, of in cases.items()}
     cases[1]["sixteen"] = {**BY_TORCH, "train": {}}
 
@@ -86,9 +91,16 @@ def relative(ours, theirs):
 def test_layouts_train_in_eight_bits_as_one_rank_does(by_torch, name):
     one, ours = by_torch(1)["eight"], by_torch(2)[name]
     # parts are rounded as the whole is; sums of parts are rounded to bfloat16 each. Sixteen bits are farther away
-    assert relative(ours["loss"], one["loss"]) < 4e-4
-    assert relative(ours["grad_norm"], one["grad_norm"]) < 2e-3
+    assert relative(ours["loss"][:2], one["loss"][:2]) < 4e-4
+    assert relative(ours["grad_norm"][:2], one["grad_norm"][:2]) < 2e-3
     assert ours["spread"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distributed optimizer", "pp"])
+def test_cached_weights_are_those_of_the_step(by_torch, name):
+    """Also where ranks gather them during the forward, and where several micro-batches are under way."""
+    assert by_torch(2)[f"{name}, cached"] == by_torch(2)[name]
 
 
 @pytest.mark.slow
@@ -96,6 +108,7 @@ def test_eight_bits_by_torch_are_near_sixteen_and_not_the_same(by_torch):
     one = by_torch(1)
     assert 5e-4 < relative(one["eight"]["loss"], one["sixteen"]["loss"]) < 1e-2
     assert one["recomputed"]["grad_norm"] == one["eight"]["grad_norm"], "the same bits where blocks are computed again"
+    assert one["cached"] == one["eight"], "each weight is cast once a step"
     assert relative(by_torch(2)["without"]["loss"], one["eight"]["loss"]) > 4e-3, "the control: sums are left out"
 
 

@@ -98,6 +98,12 @@ COMPUTING: tuple[Rule[Run], ...] = (
         lambda run: run.model.structure.block != "st_dit" or run.sizes.sequence_multiple == 1,
         "needs the same number of tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
     ),
+    Rule(
+        when=lambda run: run.train.fp8_weight_cache,
+        needs=lambda run: run.is_fp8 and not run.has_engine and run.parallel.data_parallel != "fsdp",
+        remedy="train.fp8_weight_cache=true needs train.fp8 by torch, and weights that fsdp does not shard; set "
+        "train.fp8=hybrid, parallel.transformer_impl=local and data_parallel=distributed_optimizer, or leave it out",
+    ),
     fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
     fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
     fp8_multiple(

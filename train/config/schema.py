@@ -130,6 +130,9 @@ class TrainConfig:
     fp8_recipe: Fp8Recipe = setting("tensorwise")
     """Granularity of FP8 scales: one per tensor (`tensorwise`); with TransformerEngine also one per block of 128
     (`blockwise`) or per 32 numbers of a row (`mxfp8`, Blackwell)."""
+    fp8_weight_cache: bool = False
+    """Cast each weight to FP8 once a step instead of twice a micro-batch, for 2 bytes of memory per weight. Useful with
+    several micro-batches, where the memory is not needed otherwise; the results are the same."""
     log_interval: int = setting(10, above=0)
     """Steps between printed lines; metrics.jsonl has every step."""
     num_threads: int | None = setting(None, above=0)

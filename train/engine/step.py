@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megadit.models.flops import training_flops
 from megadit.models.host_to_device import sent_together
+from megadit.models.megatron.linears.fp8 import weights_unchanged
 from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.packed_batch import REFUSALS, PackedBatch
 from megadit.train.engine.balance import Counts, exchange_counts
@@ -191,7 +192,8 @@ def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Ten
     training.optimizer.zero_grad()
     distill = training.config.train.distill
     num_networks = 1 if distill is None else distill.num_networks_sent
-    losses = run_schedule(training, forward_step, batches, num_networks=num_networks)
+    with weights_unchanged(training.parts, caches=training.config.train.fp8_weight_cache):
+        losses = run_schedule(training, forward_step, batches, num_networks=num_networks)
     return torch.stack(losses) if losses else torch.zeros(0, 3, device=training.groups.device)
 
 

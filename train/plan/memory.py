@@ -23,6 +23,7 @@ class Memory:
     """Peak memory of one rank in bytes, by category."""
 
     parameters: float
+    """Weights, and their FP8 codes that a step keeps."""
     gradients: float
     optimizer: float
     ema_weights: float
@@ -51,7 +52,7 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
         return parameters.share(layout) if is_spread else _whole(parameters, layout)
 
     return Memory(
-        parameters=_frozen_bytes(config, layout) + _size(config) * learnt,
+        parameters=_frozen_bytes(config, layout) + _size(config) * learnt + _cached_codes(config, layout),
         gradients=(4 + _recorded_gradient_bytes(config)) * learnt,
         optimizer=_optimizer_bytes(config) * (learners * updated(trained) + updated(head)),
         ema_weights=4 * len(config.ema.sigma_rels) * trained.share(layout),
@@ -59,6 +60,17 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
         passing=_passing(config, layout, stored_per_layer),
         offloaded=_in_flight(layout) * offloaded_bytes(config, layout),
     )
+
+
+def _cached_codes(config: RunConfig, layout: Layout) -> float:
+    """Bytes of the FP8 codes of weights, and of their transposes, that a step keeps."""
+    return 2 * fp8_weights(config, layout) if config.train.fp8_weight_cache else 0.0
+
+
+def fp8_weights(config: RunConfig, layout: Layout) -> float:
+    """Number of weights that a rank multiplies in FP8."""
+    is_fp8 = config.train.fp8 != "none"
+    return count_parameters(config.model).split / layout.tensor / layout.pipeline if is_fp8 else 0.0
 
 
 def _recorded_gradient_bytes(config: RunConfig) -> int:

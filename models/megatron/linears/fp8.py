@@ -8,11 +8,19 @@ and dx = dy W, dW = dy^T x likewise, with dy in the gradient format (arXiv 2209.
 mantissas, so that a rank's shard of a matrix is rounded like the whole. Scales are computed from the current values:
 there is no state between steps.
 
-Backward rounds x and W, which autograd saves, again: saving their codes in addition would take memory.
+Within a step weights do not change (`weights_unchanged`). Each is scaled once, 8 bytes a matrix, and with
+`train.fp8_weight_cache` cast once: the codes and their transpose take 2 bytes per weight, and each further micro-batch
+moves 6 bytes per weight less. Recomputing blocks frees as much memory in about five times as much time (7B on an H100),
+so that the cache pays only where nothing is recomputed.
+
+Backward casts x again. The ops around linears (norms, activations, attention) save what x is recomputed from, so that
+saving codes of x would add a byte per number instead of saving one.
 
 Shapes: N tokens, I and O input and output features, possibly sharded; K is summed over.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -88,13 +96,47 @@ def product(a_NK: Tensor, b_MK: Tensor, steps: tuple[Tensor, Tensor], dtype: tor
     )  # fmt: skip
 
 
+class WeightCodes:
+    """The scale and codes of one weight [O, I], from when they are first asked for; a weight that changes needs another
+    instance."""
+
+    def __init__(self, *, caches: bool = False) -> None:
+        """`caches`: keep the codes, too, 2 bytes per weight; else compute them each time."""
+        self._caches = caches
+        self._scale: Scale | None = None
+        self._plain: Tensor | None = None
+        self._turned: Tensor | None = None
+
+    def scale(self, weight_OI: Tensor) -> Scale:
+        if self._scale is None:
+            self._scale = scale_of(weight_OI, E4M3)
+        return self._scale
+
+    def plain(self, weight_OI: Tensor) -> Tensor:
+        """float8 [O, I]."""
+        if not self._caches:
+            return codes_of(weight_OI, self.scale(weight_OI), E4M3)
+        return self._cached(weight_OI)[0]
+
+    def turned(self, weight_OI: Tensor) -> Tensor:
+        """float8 [I, O], contiguous."""
+        if not self._caches:
+            return turned_codes_of(weight_OI, self.scale(weight_OI), E4M3)[1]
+        return self._cached(weight_OI)[1]
+
+    def _cached(self, weight_OI):
+        if self._plain is None:
+            self._plain, self._turned = turned_codes_of(weight_OI, self.scale(weight_OI), E4M3, both=True)
+        return self._plain, self._turned
+
+
 class _EightBitProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_OI, of_gradients):
-        of_x, of_weight = scale_of(x, E4M3), scale_of(weight_OI, E4M3)
-        ctx.save_for_backward(x, weight_OI, *of_x, *of_weight)
-        ctx.of_gradients = of_gradients
-        codes = codes_of(x.flatten(0, -2), of_x, E4M3), codes_of(weight_OI, of_weight, E4M3)
+    def forward(ctx, x, weight_OI, of_gradients, weight_codes):
+        of_x, of_weight = scale_of(x, E4M3), weight_codes.scale(weight_OI)
+        ctx.save_for_backward(x, weight_OI, *of_x)
+        ctx.of_gradients, ctx.weight_codes = of_gradients, weight_codes
+        codes = codes_of(x.flatten(0, -2), of_x, E4M3), weight_codes.plain(weight_OI)
         y_NO = product(*codes, (of_x.step, of_weight.step), x.dtype, fast=True)
         return y_NO.unflatten(0, x.shape[:-1])
 
@@ -102,22 +144,22 @@ class _EightBitProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight_OI, *numbers = ctx.saved_tensors
-        of_x, of_weight = Scale(*numbers[:2]), Scale(*numbers[2:])
+        of_x, of_weight = Scale(*numbers), ctx.weight_codes.scale(weight_OI)
         grad_NO = grad.flatten(0, -2)
         of_grad = scale_of(grad_NO, ctx.of_gradients)
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = codes_ON = None
         if needs_weight:
             codes_NO, codes_ON = turned_codes_of(grad_NO, of_grad, ctx.of_gradients, both=needs_x)
         else:
             codes_NO = codes_of(grad_NO, of_grad, ctx.of_gradients)
         if needs_x:
-            _, codes_IO = turned_codes_of(weight_OI, of_weight, E4M3)
+            codes_IO = ctx.weight_codes.turned(weight_OI)
             grad_x = product(codes_NO, codes_IO, (of_grad.step, of_weight.step), x.dtype, fast=False).view_as(x)
         if needs_weight:
             _, codes_IN = turned_codes_of(x.flatten(0, -2), of_x, E4M3)
             grad_weight = product(codes_ON, codes_IN, (of_grad.step, of_x.step), weight_OI.dtype, fast=False)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 class Fp8Linear(nn.Module):
@@ -128,16 +170,34 @@ class Fp8Linear(nn.Module):
         self.share, self.of_gradients = share, of_gradients
         self.weight = nn.Parameter(torch.empty(share.out_features, share.in_features))
         self.bias = None if share.num_biases is None else nn.Parameter(torch.empty(share.num_biases))
+        self.weight_codes: WeightCodes | None = None
+        """Scale and codes of the current step; None: those of one call (`weights_unchanged`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], for the tokens of the layout."""
         x = self.share.enter(x)
         if torch.is_grad_enabled():
-            y = _EightBitProduct.apply(x, self.weight, self.of_gradients)
+            y = _EightBitProduct.apply(x, self.weight, self.of_gradients, self.weight_codes or WeightCodes())
         else:
             y = linear(x, self.weight)
         y = self.share.leave(y)
         return y if self.bias is None else y + self.bias
+
+
+@contextmanager
+def weights_unchanged(networks: Sequence[nn.Module], *, caches: bool) -> Iterator[None]:
+    """Within the block no weight changes (gathers of updated ones, which forwards wait for, are no change).
+
+    Versions of tensors do not tell: optimizers and gathers write to other views of the memory.
+    """
+    layers = [module for network in networks for module in network.modules() if isinstance(module, Fp8Linear)]
+    for layer in layers:
+        layer.weight_codes = WeightCodes(caches=caches)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.weight_codes = None
 
 
 def fp8_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> Fp8Linear:

@@ -13,6 +13,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from megadit.models.ops.attention import switch_to_flash_attention_3
+
 _aten = torch.ops.aten
 
 
@@ -59,6 +61,7 @@ def _kernel(q: Tensor):
     if not q.is_cuda:
         return _cpu_forward, _cpu_backward
     if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        switch_to_flash_attention_3()
         return _flash_forward, _flash_backward
     return plain_forward, plain_backward
 

@@ -57,6 +57,19 @@ def test_the_value_is_needed_no_more_after_the_forward(linear):
         gradients(kept, x, linear.weight)
 
 
+def test_a_cheap_value_of_a_cheap_value_keeps_neither(linear):
+    x, square = torch.randn(5, 1, 6, requires_grad=True), Square()
+    with cheap_values_recomputed():
+        squared = square.cheap(x)
+        doubled = cheap(lambda x: torch.cat([x, x]))(squared)
+        out = linear(doubled)
+    for value in (squared, doubled):
+        value.detach().zero_()
+    expected = gradients(linear(torch.cat([x.square()] * 2)), x, linear.weight)
+    for ours, theirs in zip(gradients(out, x, linear.weight), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_value_outside_the_ledger_is_kept(linear):
     x, square = torch.randn(5, 1, 6, requires_grad=True), Square()
     linear(square.cheap(x)).sum().backward()

@@ -218,6 +218,7 @@ NEEDS = {
     "train.label_smoothing": CLASSIFYING,
     "data.mixup": CLASSIFYING,
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
+    "train.fp8_weight_cache": ["train.precision=bf16", "train.fp8=hybrid", "model.hidden_size=128"],
     "data.conditioning": ["model.conditioning_sigma=0.02"],
     "model.conditioning_mode": ["model.conditioning_sigma=0.02"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],

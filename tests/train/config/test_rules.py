@@ -321,6 +321,12 @@ BREACHES = (
         "needs TransformerEngine for parallel.gradient_accumulation_fusion",
         parallel={"transformer_impl": "local", "gradient_accumulation_fusion": True},
     ),
+    of_fp8("train.fp8_weight_cache=true needs train.fp8 by torch", train={"fp8_weight_cache": True}),
+    of_fp8(
+        "train.fp8_weight_cache=true needs train.fp8 by torch, and weights that fsdp does not shard",
+        train={"fp8_weight_cache": True},
+        parallel={"transformer_impl": "local", "data_parallel": "fsdp"},
+    ),
     of_fp8("does not support experts", model=EXPERTS),
     of_fp8("the same number of tokens on each of 2 ranks", parallel={"context_parallel_size": 2}, model=ST_DIT),
     of_fp8("model.hidden_size=396 is not a multiple of 16", model={"hidden_size": 396}),

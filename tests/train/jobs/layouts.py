@@ -42,6 +42,7 @@ from megadit.models.networks import axial, experts, initialize
 from megadit.models.networks.attention import WidthNorm  # noqa: E402
 from megadit.models.networks.conditioning import CleanLatents, Conditioning  # noqa: E402
 from megadit.models.networks.registry import build_network  # noqa: E402
+from megadit.models.ops import ledger
 from megadit.models.packing import layout
 from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
@@ -394,6 +395,8 @@ def run(out, case):
     if case.get("products") == "onednn":
         for crossover in CROSSOVERS.values():
             patch(crossover, "size", 1)
+    if case.get("is_large"):
+        patch(ledger, "SMALL", 1)
     processes = start_processes(config)
     if case.get("apart"):
         build_chunks = setup.build_chunks

@@ -83,6 +83,24 @@ def test_each_remedy_and_each_cost_is_in_its_part():
         assert four[name].seconds == pytest.approx(times * plain[name].seconds), name
 
 
+def test_a_cache_of_weights_in_eight_bits_takes_two_bytes_and_saves_casts():
+    eight = ("train.fp8=hybrid", "data.global_batch_size=4")
+    plain, cached = parts(*eight), parts(*eight, "train.fp8_weight_cache=true")
+    weights = count_parameters(seven_billion()[0].model).split
+    assert plain["casts of weights"].bytes == (2 + 4 * 6) * weights and cached["casts of weights"].bytes == 6 * weights
+    of_memory = [memory_of(*seven_billion(*eight, f"train.fp8_weight_cache={is_on}")) for is_on in ("true", "false")]
+    assert of_memory[0].total - of_memory[1].total == of_memory[0].parameters - of_memory[1].parameters == 2 * weights
+    again = parts(*eight, "parallel.recompute_granularity=full")
+    assert again["casts of weights"].bytes == (2 + 4 * 9) * weights
+    assert "casts of weights" not in parts("data.global_batch_size=4")
+
+
+def test_eight_bits_with_casts_are_as_fast_as_they_were_measured():
+    plain, eight = parts(), parts("train.fp8=hybrid")
+    gain = plain["linears"].seconds / (eight["linears"].seconds + eight["casts of weights"].seconds)
+    assert gain == pytest.approx(1.1, rel=0.02)
+
+
 def test_small_networks_wait_for_the_host():
     small = {part.name: part.seconds for part in budget(*seven_billion("model.hidden_size=768"), H200)}
     assert small["waiting for the host"] > 0 and parts()["waiting for the host"].seconds == 0
