@@ -302,6 +302,7 @@ def left_by(workspace, run, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_runs(page, left_by):
     if not to_run(page):
