@@ -127,7 +127,7 @@ def test_start_load_unload_reload_crash_stop_leave_nothing(tritonserver, reposit
                 list(generation)
         assert leftovers(server) == NOTHING
     regions = set(os.listdir(SHARED_MEMORY)) - before
-    assert not {name for name in regions if name.startswith(("triton", server._prefix))}, "others are of other processes"
+    assert not {name for name in regions if name.startswith(("triton", server._prefix))}, "of this server"
 
 
 @pytest.mark.slow
