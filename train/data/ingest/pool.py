@@ -99,6 +99,11 @@ class _Call(Generic[Item, Result]):
     future: "Future[Written]"
     memory: Memory
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its process has ended. Asked without a raise, whose traceback would keep the memory."""
+        return isinstance(self.future.exception(), BrokenProcessPool)
+
     def result(self) -> Result:
         return self.memory.read(self.future.result())
 
@@ -154,19 +159,15 @@ class Pool:
         lost: Callable[[Item], Result],
     ) -> Result:
         call = waiting.popleft()
-        try:
-            while not wait([call.future], SECONDS_BETWEEN_SIGNS).done:
-                self._while_waiting(self._read.value)
+        while not wait([call.future], SECONDS_BETWEEN_SIGNS).done:
+            self._while_waiting(self._read.value)
+        if not call.is_lost:
             return call.result()
-        except BrokenProcessPool:
-            pass
         # All pending work was lost with the pool: do this item alone, and give the others to a new pool.
         self._close()
         self._executor = self._new_executor(1)
-        try:
-            result = self._submit(function, call.item).result()
-        except BrokenProcessPool:
-            result = lost(call.item)
+        alone = self._submit(function, call.item)
+        result = lost(call.item) if alone.is_lost else alone.result()
         self._close()
         others = [other.item for other in waiting]
         waiting.clear()
@@ -181,9 +182,9 @@ class Pool:
             try:
                 # the executor holds the memory until a process has answered: its descriptor names no other file
                 return _Call(item, self._executor.submit(function, item, memory), memory)
-            except BrokenProcessPool as error:
+            except BrokenProcessPool:
                 broken: Future[Written] = Future()
-                broken.set_exception(error)
+                broken.set_exception(BrokenProcessPool())
                 return _Call(item, broken, memory)
 
     def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:

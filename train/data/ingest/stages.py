@@ -300,7 +300,9 @@ def encode_shards(preparation: Preparation) -> None:
     total = sum(part.stop - part.start for _, _, part in mine)
     with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=workers.is_first) as bar:
         # of all shards: while one is written, clips of the next are decoded
-        decoded = decoded_clips((plan[n] for _, plan, part in mine for n in range(part.start, part.stop)), settings, pool)
+        decoded = decoded_clips(
+            (plan[n] for _, plan, part in mine for n in range(part.start, part.stop)), settings, pool
+        )
         for path, plan, part in mine:
             clips = plan[part]
             if settings.source_media:
