@@ -103,7 +103,9 @@ def encode_shard(
         return describe(clip, frame_times=list(frame_times(chosen, tokenizer)))
 
     samples = zip(clips, tensors, strict=True)
-    write_members(path, (m for clip, values in samples for m in sample_members(clip.key, description(clip), values)))
+    write_members(
+        path, (member for clip, values in samples for member in sample_members(clip.key, description(clip), values))
+    )
 
 
 def encoded_batches(
