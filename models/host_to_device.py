@@ -1,4 +1,4 @@
-"""Asynchronous copies: of small tensors from the CPU to a GPU, many by one copy; of large ones back, in pieces.
+"""Asynchronous copies: of tensors from the CPU to a GPU and back, many by one copy; of large ones back, in pieces.
 
 A copy from pageable memory stops the host until the GPU has done all queued work. Pinned memory is copied in stream
 order, while the host goes on; torch reuses it only after the copy. On a `SideStream`, copies overlap with
@@ -124,6 +124,28 @@ def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device, copy: Co
 def pinned(size: int, device: torch.device) -> Tensor:
     """Pinned host memory, uint8 [size]."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda" and torch.cuda.is_available())
+
+
+def fetch_together(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Start to copy tensors of one device, of any shapes and types, to the CPU, by one copy through pinned memory.
+
+    The function returned waits for that copy alone, and returns the tensors; those of the CPU as they are.
+    """
+    device = tensors[0].device
+    if device.type == "cpu":
+        return lambda: list(tensors)
+    there = torch.empty(block_bytes(tensors), dtype=torch.uint8, device=device)
+    for tensor, part in zip(tensors, unpacked(there, tensors), strict=True):
+        part.copy_(tensor)
+    block = pinned(len(there), device)
+    copy_in_turn(block, there)
+    copied = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+
+    def fetched() -> list[Tensor]:
+        copied.synchronize()
+        return [part.clone() for part in unpacked(block, tensors)]
+
+    return fetched
 
 
 def sent_as_one(tree: Tree, device: torch.device | str, copy: Copy = copy_in_turn) -> Tree:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,14 +40,27 @@ def ones(asked: Tensor) -> Tensor:
     return torch.ones(asked.shape, dtype=asked.dtype, device="cpu")
 
 
+def note_waits(monkeypatch: Any, note: Callable[[int], None]) -> None:
+    """Calls `note` where the host waits for an event of the current stream, with the number of the event."""
+    numbers = count()
+
+    def record_event(event: Any) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=partial(note, next(numbers)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=record_event))
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, blocking: None)
+
+
 class Traffic(TorchDispatchMode):
-    """Counts, by the line of ours that does it, what goes to the device (`sent`) and what the host waits for (`asked`):
-    numbers, and copies that are not of pinned memory."""
+    """Counts, by the line of ours that does it, what goes to the device (`sent`), what comes back into pinned memory
+    (`fetched`), and what the host waits for (`asked`): numbers, and copies that are not of pinned memory."""
 
     def __init__(self, answer: Callable[[Tensor], Tensor] = ones) -> None:
         """`answer` gives what the host gets where it asks for a tensor's numbers."""
         super().__init__()
         self.sent: Counter[str] = Counter()
+        self.sent_bytes = 0
+        self.fetched: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
         self._answer = answer
         self._pinned: dict[int, Tensor] = {}
@@ -54,6 +69,8 @@ class Traffic(TorchDispatchMode):
     def forget(self) -> None:
         """Counts from now on."""
         self.sent.clear()
+        self.sent_bytes = 0
+        self.fetched.clear()
         self.asked.clear()
 
     def __enter__(self) -> "Traffic":
@@ -75,11 +92,16 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = _tensors((args, kwargs))
+        if function is _ATEN.copy_.default and args[0].is_cpu and _is_there(args[1]):
+            goes_on = True in args[2:] and self._is_pinned(args[0])
+            (self.fetched if goes_on else self.asked)[_line()] += 1
+            return args[0].copy_(self._answer(args[1]))
         out = function(*args, **kwargs or {})
         is_moving = function.overloadpacket in _MOVING
         sent = [x for x in given if x.is_cpu and (x.ndim or is_moving)]
         if sent and any(map(_is_there, [*_tensors(out), *given])):
             goes_on = (kwargs or {}).get("non_blocking") or (function is _ATEN.copy_.default and True in args[2:])
+            self.sent_bytes += sum(x.nbytes for x in sent)
             self._note_sent(is_waited_for=not (goes_on and all(map(self._is_pinned, sent))))
         return out
 

@@ -25,7 +25,7 @@ from megadit.models.packing.segments import Segment
 from megadit.train.data.packs.packed_batch import PackFormat, TrainingSample
 from megadit.train.optim.adamw import HalfMomentAdamW
 from tests.stable_diffusion import UNETS
-from tests.traffic import Traffic
+from tests.traffic import Traffic, note_waits
 from tests.train.objectives.models import training_model
 
 META = torch.device("meta")
@@ -164,6 +164,25 @@ def test_large_tensors_come_back_through_two_blocks_while_the_next_piece_is_copi
     blocks = [there.untyped_storage().data_ptr() for there, _ in late.asked]
     assert len(set(blocks)) == 2 and all(a != b for a, b in pairwise(blocks)), "in turn"
     assert late.told == ["side waits for main", "kept for side"] * len(tensors)
+
+
+def test_tensors_come_back_by_one_copy_that_is_waited_for_when_they_are_read(monkeypatch):
+    waits = []
+    note_waits(monkeypatch, waits.append)
+    tensors = [torch.randn(3, 5).half(), torch.arange(7), torch.randn(2, 3, 4), torch.zeros(0, 4)]
+    assert all(a is b for a, b in zip(transfer.fetch_together(tensors)(), tensors, strict=True))
+    block = torch.zeros(transfer.block_bytes(tensors), dtype=torch.uint8)
+    for part, tensor in zip(transfer.unpacked(block, tensors), tensors, strict=True):
+        part.copy_(tensor)
+    there = [tensor.to(META) for tensor in tensors]
+    with Traffic(answer=lambda asked: block) as traffic:
+        fetched = transfer.fetch_together(there)
+        assert not waits
+        found = fetched()
+    assert waits == [0] and traffic.fetched.total() == 1 and not traffic.asked
+    for x, tensor in zip(found, tensors, strict=True):
+        assert x.dtype == tensor.dtype and torch.equal(x, tensor)
+    assert len({x.untyped_storage().data_ptr() for x in found if x.numel()}) == 3, "none keeps the pinned block"
 
 
 @pytest.mark.parametrize("family", ["megadit", "moviegen", "cosmos"])

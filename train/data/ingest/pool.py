@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from megadit.models.shared.cores import available_cores
+from megadit.train.data.ingest.memory import Memory, Written
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AHEAD = 4
 """Maximum number of waiting results per process."""
+MOST_AHEAD = 256
+"""Maximum number of all, if there are fewer processes: each holds a file descriptor."""
 SECONDS_BETWEEN_SIGNS = 2.0
 
 
@@ -70,10 +73,10 @@ def _start(patience: Patience, read: Synchronized) -> None:
     _patience, _read = patience, read
 
 
-def _watched(function: Callable[[Item], Result], item: Item) -> Result:
+def _watched(function: Callable[[Item], Result], item: Item, memory: Memory) -> Written:
     still_alive()
     try:
-        return function(item)
+        return memory.write(function(item))
     finally:
         _done()
 
@@ -86,6 +89,23 @@ def _interrupts_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[Item, Result]):
+    """An item at work."""
+
+    item: Item
+    future: "Future[Written]"
+    memory: Memory
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its process has ended. Asked without a raise, whose traceback would keep the memory."""
+        return isinstance(self.future.exception(), BrokenProcessPool)
+
+    def result(self) -> Result:
+        return self.memory.read(self.future.result())
 
 
 def default_workers() -> int:
@@ -123,50 +143,49 @@ class Pool:
             yield from map(function, items)
             return
         watched = partial(_watched, function)
-        waiting: deque[tuple[Item, Future[Result]]] = deque()
+        ahead = max(self.num_workers, min(AHEAD * self.num_workers, MOST_AHEAD))
+        waiting: deque[_Call[Item, Result]] = deque()
         for item in items:
-            waiting.append((item, self._submit(watched, item)))
-            if len(waiting) >= AHEAD * self.num_workers:
+            waiting.append(self._submit(watched, item))
+            if len(waiting) >= ahead:
                 yield self._result(watched, waiting, lost)
         while waiting:
             yield self._result(watched, waiting, lost)
 
     def _result(
         self,
-        function: Callable[[Item], Result],
-        waiting: deque[tuple[Item, Future[Result]]],
+        function: Callable[[Item, Memory], Written],
+        waiting: "deque[_Call[Item, Result]]",
         lost: Callable[[Item], Result],
     ) -> Result:
-        item, future = waiting.popleft()
-        try:
-            while not wait([future], SECONDS_BETWEEN_SIGNS).done:
-                self._while_waiting(self._read.value)
-            return future.result()
-        except BrokenProcessPool:
-            pass
+        call = waiting.popleft()
+        while not wait([call.future], SECONDS_BETWEEN_SIGNS).done:
+            self._while_waiting(self._read.value)
+        if not call.is_lost:
+            return call.result()
         # All pending work was lost with the pool: do this item alone, and give the others to a new pool.
         self._close()
         self._executor = self._new_executor(1)
-        try:
-            result = self._submit(function, item).result()
-        except BrokenProcessPool:
-            result = lost(item)
+        alone = self._submit(function, call.item)
+        result = lost(call.item) if alone.is_lost else alone.result()
         self._close()
-        others = [other for other, _ in waiting]
+        others = [other.item for other in waiting]
         waiting.clear()
-        waiting.extend((other, self._submit(function, other)) for other in others)
+        waiting.extend(self._submit(function, other) for other in others)
         return result
 
-    def _submit(self, function: Callable[[Item], Result], item: Item) -> "Future[Result]":
+    def _submit(self, function: Callable[[Item, Memory], Written], item: Item) -> "_Call[Item, Result]":
         if self._executor is None:
             self._executor = self._new_executor(self.num_workers)
+        memory = Memory()
         with _interrupts_held_back():  # processes that begin now can end without a traceback only later
             try:
-                return self._executor.submit(function, item)
-            except BrokenProcessPool as error:
-                broken: Future[Result] = Future()
-                broken.set_exception(error)
-                return broken
+                # the executor holds the memory until a process has answered: its descriptor names no other file
+                return _Call(item, self._executor.submit(function, item, memory), memory)
+            except BrokenProcessPool:
+                broken: Future[Written] = Future()
+                broken.set_exception(BrokenProcessPool())
+                return _Call(item, broken, memory)
 
     def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(

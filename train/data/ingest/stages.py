@@ -261,7 +261,7 @@ def _fit(preparation: Preparation) -> HaarTokenizer:
     settings, train = preparation.settings, preparation.notes.clips("train")
     with Pool(preparation.num_workers) as pool:
         videos = [
-            to_video(decoded.frames_THWC[None])
+            to_video(torch.from_numpy(decoded.frames_THWC)[None])
             for decoded in islice(decoded_clips(train[:FITTING_CLIPS], settings, pool), FITTING_CLIPS)
         ]
     tokenizer, usual = fit_haar(videos, preparation.channels)
@@ -299,14 +299,18 @@ def encode_shards(preparation: Preparation) -> None:
     encoders = load_encoders(preparation) if settings.store == "latents" else []
     total = sum(part.stop - part.start for _, _, part in mine)
     with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=workers.is_first) as bar:
+        # of all shards: while one is written, clips of the next are decoded
+        decoded = decoded_clips(
+            (plan[n] for _, plan, part in mine for n in range(part.start, part.stop)), settings, pool
+        )
         for path, plan, part in mine:
             clips = plan[part]
             if settings.source_media:
                 write_source_media(path, clips, settings, pool)
             if settings.store == "raw":
-                store_shard(path, clips, settings, pool)
+                store_shard(path, clips, settings, decoded)
             else:
-                encode_shard(path, clips, settings, encoders, pool)
+                encode_shard(path, clips, settings, encoders, decoded)
             bar.advance(len(clips))
 
 

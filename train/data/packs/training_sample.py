@@ -45,12 +45,9 @@ def frame_times(places: Sequence[int], tokenizer: VideoTokenizer) -> tuple[float
     return tuple(place / tokenizer.temporal_compression for place in places)
 
 
-def encode_frames(
-    encode: Callable[[Tensor], Tensor | list[Tensor]], video_BCTHW: Tensor, places: Sequence[int]
-) -> Tensor:
+def encode_frames(encode: Callable[[Tensor], Tensor], video_BCTHW: Tensor, places: Sequence[int]) -> Tensor:
     """Encode frames of clips as images: latents [B, C, K, H, W]."""
-    found = [encode(video_BCTHW[:, :, [place]]) for place in places]
-    return torch.cat([latents if isinstance(latents, Tensor) else torch.stack(latents) for latents in found], dim=2)
+    return torch.cat([encode(video_BCTHW[:, :, place : place + 1]) for place in places], dim=2)
 
 
 class State(NamedTuple):

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megadit.train.data.ingest import pool
+from megadit.train.data.ingest.memory import LEAST_BYTES, Memory
 from megadit.train.data.ingest.pool import Patience, Pool, have_read, still_alive
 
 PATIENCE = Patience(processor_seconds=0.5, seconds=600)
@@ -47,6 +50,29 @@ def asleep(item: int) -> str:
     return f"did {item}"
 
 
+class Killed:
+    """Pickled, it ends its process as the kernel does when memory is short."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def frames_of(item: int) -> tuple[int, np.ndarray, Killed | None]:
+    frames = np.full((8, 64, 64, 3), item, np.uint8)
+    return item, frames, Killed() if item in (1, 4) else None
+
+
+def no_frames(item: int) -> tuple[int, None, None]:
+    return item, None, None
+
+
+def open_memory() -> list[str]:
+    """Memory of results that this process maps or holds open."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    held = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if os.path.islink(file)]
+    return [line for line in mapped + held if "memfd:result" in line]
+
+
 def lost(item: int) -> str:
     return f"lost {item}"
 
@@ -79,6 +105,45 @@ def test_without_processes_the_caller_does_the_work():
     still_alive()  # nobody would notice the end of this process
     with Pool(0) as none:
         assert list(none.map(str, range(3), lost)) == ["0", "1", "2"]
+
+
+def test_arrays_are_not_pickled():
+    small, large = np.arange(7), [np.full(LEAST_BYTES + 1, 3, np.uint8), np.arange(LEAST_BYTES, dtype=np.float32)]
+    memory = Memory()
+    written = memory.write({"small": small, "large": large})
+    assert len(written.pickled) < 1000 and len(written.places) == 2
+    found = memory.read(written)
+    del memory
+    for array, expected in zip([found["small"], *found["large"]], [small, *large], strict=True):
+        np.testing.assert_array_equal(array, expected)
+        assert array.flags.aligned and array.flags.writeable and array.dtype == expected.dtype
+    assert open_memory()
+    del found, array
+    assert not open_memory()
+
+
+def test_killed_processes_leave_no_memory_behind():
+    named = set(Path("/dev/shm").glob("psm_*"))
+    with Pool(2, PATIENCE) as two:
+        results = list(two.map(frames_of, range(6), no_frames))
+        assert [item for item, _, _ in results] == list(range(6))
+        assert [frames is None for _, frames, _ in results] == [item in (1, 4) for item in range(6)]
+        assert all((frames == item).all() for item, frames, _ in results if frames is not None)
+        places = sorted(frames.ctypes.data for _, frames, _ in results if frames is not None)
+        assert all(b - a >= results[0][1].nbytes for a, b in pairwise(places)) and open_memory()
+        unread = two.map(frames_of, [7, 8], no_frames)
+        next(unread)
+    del results, unread
+    assert not open_memory() and set(Path("/dev/shm").glob("psm_*")) <= named
+
+
+def test_a_map_within_another_may_lose_its_processes():
+    """As source media of a shard, while its clips are decoded already."""
+    with Pool(1, PATIENCE) as one:
+        outer = one.map(frames_of, [0, 2, 3], no_frames)
+        assert next(outer)[0] == 0
+        assert [frames is None for _, frames, _ in one.map(frames_of, [1, 2], no_frames)] == [True, False]
+        assert [frames.max() for _, frames, _ in outer] == [2, 3]
 
 
 @pytest.mark.parametrize("moment", ["starting", "working"])

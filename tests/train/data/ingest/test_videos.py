@@ -197,7 +197,7 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
         next(path for path in out.glob("train-*.tar") if f"{name}.mp4" in tarfile.open(path).getnames())
     ) as tar:
         frames = read_mp4(tar.extractfile(f"{name}.mp4").read())
-    latent = tokenizer.encode(to_video(frames[None]))[0]
+    latent = tokenizer.encode(to_video(torch.from_numpy(frames)[None]))[0]
     assert first.grid == latent.shape[1:]
     torch.testing.assert_close(batch.tokens_S1P[:num_tokens, 0], latent.flatten(1).T, rtol=0, atol=1e-5)
     given = replace(
@@ -206,7 +206,7 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
     batch = next(iter(build_train_loader(given, rank=0, world_size=1)))
     segment, num_frames = batch.layout.segments[0], latent.shape[1]
     assert segment.grid[0] == num_frames + 1 and segment.times[-1] == (len(frames) - 1) / tokenizer.temporal_compression
-    last_frame = tokenizer.encode(to_video(frames[None, -1:]))[0].flatten(1).T
+    last_frame = tokenizer.encode(to_video(torch.from_numpy(frames)[None, -1:]))[0].flatten(1).T
     row = batch.tokens_S1P[num_tokens : num_tokens + len(last_frame), 0]
     torch.testing.assert_close(row, last_frame, rtol=0, atol=1e-5)
 

@@ -4,9 +4,11 @@ Shapes: B clips of one size, C channels, T/H/W frames, height, width, L text tok
 """
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.infer.media.video_io import encode_mp4
+from megadit.models.host_to_device import fetch_together, sent_together
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.decode import fit_image, read_frames, read_image
 from megadit.train.data.ingest.clips.encodings import LATENT, Encoder
@@ -56,7 +59,7 @@ def lost(clip: Clip) -> Decoded:
     return Decoded(clip, None, "it crashes the decoder, or hangs it")
 
 
-def decoded_clips(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iterator[Decoded]:
+def decoded_clips(clips: Iterable[Clip], settings: Settings, pool: Pool) -> Iterator[Decoded]:
     """Decode clips, in order.
 
     Raises:
@@ -72,11 +75,10 @@ def decoded_clips(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iter
 
 
 def encode_shard(
-    path: Path, clips: Sequence[Clip], settings: Settings, encoders: Sequence[Encoder], pool: Pool
+    path: Path, clips: Sequence[Clip], settings: Settings, encoders: Sequence[Encoder], decoded: Iterator[Decoded]
 ) -> None:
-    """Write one shard atomically, with samples in the order of `clips`."""
+    """Write one shard atomically, with samples in the order of `clips`, the next ones of `decoded`."""
     tensors: list[dict[str, Tensor]] = [{} for _ in clips]
-    times: dict[int, list[float]] = {}
     for encoder in encoders:
         if encoder.modality == "text":
             for start in range(0, len(clips), CAPTIONS_AT_A_TIME):
@@ -89,38 +91,67 @@ def encode_shard(
                         texts = enumerate(encoder.encode_texts(more), 1)
                         tensors[place] |= {another(encoder.name, number): text_LE for number, text_LE in texts}
     video_encoders = [encoder for encoder in encoders if encoder.modality == "video"]
-    for places, frames_BTHWC in _batches(decoded_clips(clips, settings, pool), batch_size(settings)):
-        video_BCTHW = to_video(frames_BTHWC)
-        for encoder in video_encoders:
-            for place, latent_CTHW in zip(places, encoder.encode_videos(video_BCTHW), strict=True):
-                tensors[place][encoder.name] = latent_CTHW
-            chosen = keyframe_places(video_BCTHW.shape[2], settings.keyframes)
-            if encoder.name == LATENT and chosen:
-                frames_BCTHW = encode_frames(encoder.encode_videos, video_BCTHW, chosen)
-                for place, frames_CTHW in zip(places, frames_BCTHW, strict=True):
-                    tensors[place]["frames"] = frames_CTHW.clone()
-                    times[place] = list(frame_times(chosen, encoder.model))
+    batches = _batches(islice(decoded, len(clips)), batch_size(settings))
+    for places, found in encoded_batches(batches, video_encoders, settings.keyframes):
+        for name, latents_BCTHW in found.items():
+            for place, latent_CTHW in zip(places, latents_BCTHW, strict=True):
+                tensors[place][name] = latent_CTHW
+    [tokenizer] = (encoder.model for encoder in video_encoders if encoder.name == LATENT)
+
+    def description(clip: Clip) -> dict[str, Any]:
+        chosen = keyframe_places(clip.num_frames, settings.keyframes)
+        return describe(clip, frame_times=list(frame_times(chosen, tokenizer)))
+
+    samples = zip(clips, tensors, strict=True)
     write_members(
-        path,
-        (
-            member
-            for place, (clip, values) in enumerate(zip(clips, tensors, strict=True))
-            for member in sample_members(clip.key, describe(clip, frame_times=times.get(place)), values)
-        ),
+        path, (member for clip, values in samples for member in sample_members(clip.key, description(clip), values))
     )
 
 
-def store_shard(path: Path, clips: Sequence[Clip], settings: Settings, pool: Pool) -> None:
-    """Write one shard of pixels (`--store raw`): mp4s of clips, pngs of images."""
+def encoded_batches(
+    batches: Iterable[tuple[list[int], list[np.ndarray]]], encoders: Sequence[Encoder], keyframes: int
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """(places in the shard, latents BCTHW by their name) of batches of frames (uint8 THWC each), in order.
+
+    A GPU is waited for one batch later: while it encodes, the next frames are read and sent.
+    """
+    running: deque[tuple[list[int], Callable[[], dict[str, Tensor]]]] = deque()
+    for places, frames in batches:
+        running.append((places, _encode(frames, encoders, keyframes)))
+        if len(running) > 1:
+            before, latents = running.popleft()
+            yield before, latents()
+    for places, latents in running:
+        yield places, latents()
+
+
+def _encode(
+    frames: Sequence[np.ndarray], encoders: Sequence[Encoder], keyframes: int
+) -> Callable[[], dict[str, Tensor]]:
+    """Start to encode a batch of frames (uint8 THWC each); the function returned waits for the latents, BCTHW."""
+    video_BCTHW = to_video(torch.stack(sent_together(list(map(torch.from_numpy, frames)), encoders[0].device)))
+    chosen = keyframe_places(video_BCTHW.shape[2], keyframes)
+    parts: list[tuple[str, Encoder, Tensor]] = []
+    for encoder in encoders:
+        parts.append((encoder.name, encoder, encoder.encode_videos(video_BCTHW)))
+        if encoder.name == LATENT and chosen:
+            parts.append(("frames", encoder, encode_frames(encoder.encode_videos, video_BCTHW, chosen)))
+    names, owners, latents = zip(*parts, strict=True)
+    fetched = fetch_together(latents)
+    return lambda: {name: owner.checked(x) for name, owner, x in zip(names, owners, fetched(), strict=True)}
+
+
+def store_shard(path: Path, clips: Sequence[Clip], settings: Settings, decoded: Iterator[Decoded]) -> None:
+    """Write one shard of pixels (`--store raw`): mp4s of clips, pngs of images, the next ones of `decoded`."""
 
     def members() -> Iterator[tuple[str, bytes]]:
-        for decoded in decoded_clips(clips, settings, pool):
-            chosen = keyframe_places(decoded.clip.num_frames, settings.keyframes)
-            yield from sample_members(decoded.clip.key, describe(decoded.clip, keyframes=chosen), {})[:1]
-            if decoded.clip.fps:
-                yield f"{decoded.clip.key}.mp4", encode_mp4(decoded.frames_THWC, decoded.clip.fps)
+        for clip, found in zip(clips, decoded, strict=False):  # clips end first: no further one is asked for
+            chosen = keyframe_places(clip.num_frames, settings.keyframes)
+            yield from sample_members(clip.key, describe(clip, keyframes=chosen), {})[:1]
+            if clip.fps:
+                yield f"{clip.key}.mp4", encode_mp4(found.frames_THWC, clip.fps)
             else:
-                yield f"{decoded.clip.key}.png", png_bytes(decoded.frames_THWC[0])
+                yield f"{clip.key}.png", png_bytes(found.frames_THWC[0])
 
     write_members(path, members())
 
@@ -158,22 +189,18 @@ def describe(clip: Clip, **of_frames: list[float] | None) -> dict[str, Any]:
     return description | {name: values for name, values in of_frames.items() if values}
 
 
-def to_video(frames_BTHWC: np.ndarray) -> Tensor:
-    """uint8 frames as the video that tokenizers take: float32 BCTHW in [-1, 1]."""
-    return rearrange(torch.from_numpy(frames_BTHWC), "B T H W C -> B C T H W").float().div_(127.5).sub_(1)
+def to_video(frames_BTHWC: Tensor) -> Tensor:
+    """uint8 frames as the video that tokenizers take, on their device: float32 BCTHW in [-1, 1]."""
+    return rearrange(frames_BTHWC, "B T H W C -> B C T H W").float().div_(127.5).sub_(1)
 
 
-def _batches(decoded: Iterable[Decoded], size: int) -> Iterator[tuple[list[int], np.ndarray]]:
-    """(places in the shard, frames) of up to `size` clips of one shape."""
-    waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
+def _batches(decoded: Iterable[Decoded], size: int) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+    """(places in the shard, frames THWC of each) of up to `size` clips of one shape."""
+    waiting: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
     for place, item in enumerate(decoded):
-        group = waiting.setdefault(item.frames_THWC.shape, [])
-        group.append((place, item.frames_THWC))
-        if len(group) == size:
-            yield _stacked(waiting.pop(item.frames_THWC.shape))
-    for group in waiting.values():
-        yield _stacked(group)
-
-
-def _stacked(group: list[tuple[int, np.ndarray]]) -> tuple[list[int], np.ndarray]:
-    return [place for place, _ in group], np.stack([frames for _, frames in group])
+        places, frames = waiting.setdefault(item.frames_THWC.shape, ([], []))
+        places.append(place)
+        frames.append(item.frames_THWC)
+        if len(places) == size:
+            yield waiting.pop(item.frames_THWC.shape)
+    yield from waiting.values()

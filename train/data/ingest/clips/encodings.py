@@ -120,16 +120,16 @@ class Encoder:
         return self.encoding.modality
 
     @torch.inference_mode()
-    def encode_videos(self, video_BCTHW: Tensor) -> list[Tensor]:
-        """Latents CTHW of each video."""
-        latents_BCTHW = self.model.encode(video_BCTHW.to(self.device))
-        return list(self._stored(latents_BCTHW))
+    def encode_videos(self, video_BCTHW: Tensor) -> Tensor:
+        """Latents BCTHW, as they are stored, on the device of the videos; `checked` reads them."""
+        return self.model.encode(video_BCTHW).to(self._dtype)
 
     @torch.inference_mode()
     def encode_texts(self, texts: list[str]) -> list[Tensor]:
         """Features LE of each text, without padding unless the encoding asks for it; none of an empty text."""
         features = self.model.encode(texts)
-        rows = zip(self._stored(features.features_BLE), features.length_B.tolist(), texts, strict=True)
+        stored_BLE = self.checked(features.features_BLE.to("cpu", self._dtype))
+        rows = zip(stored_BLE, features.length_B.tolist(), texts, strict=True)
         return [self._padded(row_LE[:length]) if text else row_LE[:0] for row_LE, length, text in rows]
 
     def _padded(self, text_LE: Tensor) -> Tensor:
@@ -138,11 +138,19 @@ class Encoder:
             return text_LE.clone()
         return F.pad(text_LE[:length], (0, 0, 0, max(0, length - len(text_LE))))
 
-    def _stored(self, x: Tensor) -> Tensor:
-        stored = x.to("cpu", PRECISIONS[self.encoding.precision])
+    def checked(self, stored: Tensor) -> Tensor:
+        """The same numbers, of any shape, on the CPU.
+
+        Raises:
+            UserError: if one is NaN or infinite.
+        """
         if not torch.isfinite(stored).all():
             raise UserError(f"the encoding {self.name!r} gives NaN or infinite values as {stored.dtype}; use float32")
         return stored
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return PRECISIONS[self.encoding.precision]
 
 
 def load_encoder(encoding: Encoding, made: Path, device: torch.device) -> Encoder:
