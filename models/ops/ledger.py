@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
 
 
 class Place(ABC):
-    """Where a saved tensor is."""
+    """The location of a saved tensor."""
 
     @abstractmethod
     def get(self) -> Tensor:
@@ -49,7 +49,7 @@ class Place(ABC):
 
 
 class Memory(Protocol):
-    """Where a block's saved tensors are kept (`offload.py`)."""
+    """Storage of a block's saved tensors (`offload.py`)."""
 
     def put(self, tensor: Tensor) -> Tensor | Place:
         """The place of a tensor of any shape, or the tensor itself if it is kept where it is."""
@@ -102,12 +102,12 @@ class _Ledger:
     def _pack(self, tensor: Tensor) -> Tensor | Place | _Packed:
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         if entry is None or not _is_value(tensor, entry):
-            return self._kept(tensor)
-        inputs = tuple(map(self._kept, entry.recipe.inputs))
+            return self._saved(tensor)
+        inputs = tuple(map(self._saved, entry.recipe.inputs))
         return _Packed(entry.recipe._replace(inputs=inputs), tensor.shape)
 
-    def _kept(self, value: Any) -> Any:
-        """A value as it is kept: tensors where `memory` puts them."""
+    def _saved(self, value: Any) -> Any:
+        """A value as it is saved: tensors where `memory` puts them."""
         return value if self._memory is None or not isinstance(value, Tensor) else self._memory.put(value)
 
 

@@ -174,8 +174,9 @@ def other_names(known: Mapping[str, Setting]) -> dict[str, str]:
 
 
 def described(about: Setting) -> str:
-    """Its help, with the default inserted."""
-    return about.help.replace("{default}", str(about.default))
+    """Its help, with the default inserted as it would be typed."""
+    default = " ".join(map(str, about.default)) if isinstance(about.default, tuple) else str(about.default)
+    return about.help.replace("{default}", default)
 
 
 def groups_of(of: type) -> dict[str, Group]:

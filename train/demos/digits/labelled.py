@@ -175,7 +175,7 @@ CAPTIONS = Images(
 )
 CLIPS = Images(
     name="digit_clips",
-    description="Clips of the handwritten digits inside scikit-learn, labelled by colour, digit and way, in pixels.",
+    description="Clips of the handwritten digits of scikit-learn, labelled by colour, digit and direction, in pixels.",
     make_text_encoder=lambda: ClassLabels(names=tuple(map(clip_label, _all_shown()))),
     draw=draw_clips,
 )
