@@ -63,7 +63,7 @@ class Purpose:
 
 PRIOR = Purpose(
     name="prior",
-    description="Samples of a class, made by the model itself.",
+    description="Samples that a model makes itself, against forgetting.",
     is_prior=True,
     next="blend them with those of the subject, see data.prior_weight",
 )
@@ -71,7 +71,7 @@ TRAJECTORIES = Purpose(
     name="trajectories",
     description="Videos that a model makes of known noise, for students to learn from.",
     is_prior=False,
-    next="learn of them with train.distill.objective=regression",
+    next="train on them with train.distill.objective=regression",
 )
 
 

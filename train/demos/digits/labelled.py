@@ -195,7 +195,7 @@ SOURCES = {each.name: each for each in (CLASSES, CAPTIONS, CLIPS, *LATENTS)}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesOptions:
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
-    num_images: int = setting(NUM_IMAGES, "training images, or clips ({default})")
+    num_images: int = setting(NUM_IMAGES, "training images, or clips (default: {default})")
     seed: int = setting(0, "the same seed gives the same files (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")
 

@@ -41,7 +41,8 @@ class TrimOptions:
     config_file: Path | None = setting(None, names=("--config-file",))
     prompts: Sequence[str] = setting((), names=("--prompt",), nargs="+", repeated=True)
     models: Sequence[str] = setting((), names=("--model",), repeated=True)
-    seeds: tuple[int, ...] = setting((1, 2), "seeds (default: {default})")
+    seeds: tuple[int, ...] = setting(())
+    labels: tuple[str, ...] = setting(("cat", "a dog"), "labels (default: {default})")
     quick: bool = setting(False)
     text: bool = setting(True)
     noise: Noise = group(Noise, "noise")
@@ -115,7 +116,7 @@ def test_help_says_what_the_settings_say():
         "CLIP the clip",
         "--seconds NUMBER 100% of {subject} (default: 2.0)",
         "--steps INT",
-        "seeds (default: 1 2)",
+        "labels (default: cat 'a dog')",
         "--cut {scene,clip}",
         "--config-file PATH",
         "--no_text",
