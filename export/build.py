@@ -72,7 +72,7 @@ class ExportSettings:
         metavar="NAME",
     )
     defaults: DefaultOptions = group(DefaultOptions)
-    video_steps: int = setting(10, "maximum sampling steps of the comparison video", low=1)
+    video_steps: int = setting(10, "maximum sampling steps of the comparison video (default: {default})", low=1)
 
     def __post_init__(self) -> None:
         check_settings(self)

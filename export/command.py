@@ -23,7 +23,8 @@ class ExportOptions:
     bundle: str = setting(help="bundle, or training directory", positional=True, metavar="BUNDLE")
     out: str = setting(help="new bundle; not written if the export fails", positional=True, metavar="OUT")
     format: Literal["onnx", "openvino", "tensorrt"] = setting(
-        "onnx", "output format; openvino compares the graphs under it too, tensorrt adds engines (default: onnx)"
+        "onnx",
+        "onnx: graphs; openvino: graphs, compared there, too; tensorrt: graphs and engines (default: onnx)",
     )
     export: ExportSettings = group(ExportSettings)
     calibration_prompts: str | None = setting(
@@ -31,7 +32,7 @@ class ExportOptions:
     )
     refit: str | None = setting(
         None,
-        "earlier OUT of the same shapes, whose engines are refitted with the new weights (--format tensorrt)",
+        "earlier OUT of the same shapes, whose engines are refitted with the new weights",
         metavar="BUNDLE",
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)

@@ -61,6 +61,26 @@ def test_every_command_exists_and_has_its_options(page):
                 pytest.fail(f"{block.place}: {command}\n{error}")
 
 
+def in_sentences(text: str) -> list[str]:
+    """The commands with options outside of a text's blocks."""
+    prose = " ".join(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
+    found = re.findall(r"`(megadit [a-z][^`]*? --[^`]+)`", prose)
+    of_any = [re.sub(r"^megadit prepare (?=\.\.\.|--)", "megadit prepare videos ", command) for command in found]
+    return [re.sub(r"--recipe NAME\b", "--recipe digits", command) for command in of_any]
+
+
+def test_every_command_in_a_sentence_has_its_options():
+    folders = ("docs", "models", "infer", "train", "export", "serve")
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
+    for page in pages:
+        for command in in_sentences(page.read_text(encoding="utf-8")):
+            try:
+                check(f"{command} ...")
+            except UserError as error:
+                pytest.fail(f"{page.relative_to(ROOT)}: {command}\n{error}")
+    assert in_sentences("`megadit train\n--mocks`\n```\nmegadit info --all\n```\n") == ["megadit train --mocks"]
+
+
 def test_every_verb_is_listed():
     commands = [shlex.split(command) for block in blocks(COMMANDS) for command in block.commands]
     listed = {listed_verb(words) for words in commands}
@@ -101,7 +121,7 @@ def check(command: str) -> None:
             raise UserError(f"{verb} has no {unknown}")
     elif "--help" not in arguments:
         parser.parse_args(arguments)
-    if verb == "train" and "--config-file" not in arguments:
+    if verb == "train" and {"--recipe", "--factory"} & {*arguments} and "--config-file" not in arguments:
         given = vars(parser.parse_args([word for word in arguments if word != "..."]))
         resolve_config(given["recipe"], overrides=list(given.get("overrides", ())))
 

@@ -26,7 +26,7 @@ class TrainOptions:
     config_file: str | None = setting(
         None, "YAML or TOML with values to change (train/conf/ has examples)", names=("--config-file",), metavar="FILE"
     )
-    mock: bool = setting(False, "endless random samples; same as data.mock=true")
+    mock: bool = setting(False, "train on endless random samples; same as data.mock=true")
     dataset_path: str | None = setting(None, "same as data.path=FOLDER", names=("--dataset-path",), metavar="FOLDER")
     yes: bool = setting(False, "accepted for scripts of NeMo; has no effect", names=("--yes", "-y"))
     nproc: int | None = setting(None, "start N ranks on this machine", low=1, metavar="N")

@@ -39,7 +39,7 @@ class ClassifyOptions:
     labels: Sequence[str] | None = setting(None, "candidate labels, for the bundle of a CLIP model", metavar="LABEL")
     prompts: Sequence[str] = setting(
         USUAL_PROMPTS,
-        "prompt templates, with {{}} for the label; their features are averaged (default: {default})",
+        "prompt templates, with {} for the label; their features are averaged (default: {default})",
         metavar="PROMPT",
     )
     labelled: bool = setting(False, "use the name of a picture's folder as its class, and report the accuracy")

@@ -53,7 +53,7 @@ class EvaluateOptions:
     model: str = setting(
         "", "a bundle, a training directory, or http://HOST:PORT of a service", positional=True, metavar="MODEL"
     )
-    videos: Path | None = setting(None, "a folder of existing videos, instead of a model")
+    videos: Path | None = setting(None, "a folder of videos to evaluate in place of a model's")
     against: str = setting(
         "", "a second model, which gets the same prompts and seeds, or a second folder of videos", metavar="MODEL"
     )
@@ -76,12 +76,12 @@ class EvaluateOptions:
         f"metrics to compute, of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors support)",
         metavar="NAME",
     )
-    guidances: Sequence[float] = setting((), "several guidance scales, for a curve of quality against prompt adherence")
+    guidances: Sequence[float] = setting((), "several guidance scales: a curve of quality against prompt adherence")
     count: int | None = setting(
-        None, "videos of each model, prompts in turn (default: one for each), and most real videos used", above=1
+        None, "number of videos of each model (default: one for each prompt), and most real videos used", above=1
     )
     seed: int = setting(0, "seed of the first video; further ones count up from it (default: {default})", low=0)
-    frames: int | None = setting(None, "frames from the middle of each video (default: 16, or all)", above=0)
+    frames: int | None = setting(None, "frames from the middle of each video (default: 16, or all of fewer)", above=0)
     size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
     features: Path | None = setting(
         None, "cache of features that several evaluations may share (default: a folder in --out)"
@@ -92,15 +92,13 @@ class EvaluateOptions:
     key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` prints it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting(AUTO, "dtype of the models' networks (default: {default})", metavar="NAME")
-    settings: PartialSettings = group(
-        PartialSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
-    )
+    settings: PartialSettings = group(PartialSettings, "sampling (default: as the checkpoint says)", only=OF_PROMPTS)
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("real", "prompts", "out", "extractors", "metrics", "count", "guidances", "against", "videos"),
     "what is evaluated": ("frames", "size", "scorer_dir", "features", "export_for", "seed"),
-    "settings of sampling (default: those of the checkpoint)": OF_PROMPTS,
+    "sampling (default: as the checkpoint says)": OF_PROMPTS,
     "machine and service": ("device", "dtype", "key_file"),
 }
 EXAMPLES = (
@@ -130,7 +128,7 @@ def main(argv: list[str]) -> None:
             prog="megadit evaluate",
             groups=GROUPS,
             examples=EXAMPLES,
-            usage="megadit evaluate MODEL --out OUT --real PATH --extractors PATH [PATH ...] [options]",
+            usage="megadit evaluate MODEL --out PATH [options]",
             description="Measures the quality of a model's videos: metrics with intervals, and an HTML report.",
         )
         _check(options)

@@ -40,8 +40,8 @@ class GenerateOptions(ConditioningOptions):
     )
     recorded_files: bool = setting(
         False,
-        "open the checkpoint, adapters and conditioning files that the file of --repeat names; anybody may have "
-        "written it, so that none is opened by default",
+        "also open the checkpoint, adapters and conditioning files that the file of --repeat names (default: none, "
+        "since anybody may have written it)",
     )
 
     # what to make
@@ -49,8 +49,8 @@ class GenerateOptions(ConditioningOptions):
         (), "one prompt or several; the flag may be repeated", nargs="+", repeated=True, metavar="TEXT"
     )
     prompt_file: str = _path(
-        "prompts after those of --prompt: .txt, one a line, where # begins a comment; .jsonl, each line an object with "
-        '"prompt" and the settings of that prompt alone; or .json, a list of either'
+        "file of further prompts: .txt, one a line, # begins a comment; .jsonl, each line an object with "
+        '"prompt" and settings of that prompt; .json, a list of either'
     )
     adapter: Sequence[str] = setting(
         (),
@@ -70,7 +70,7 @@ class GenerateOptions(ConditioningOptions):
     seeds: Sequence[int] = setting((), "several seeds: one video for each prompt and seed")
     guidances: Sequence[float] = setting((), "several guidance scales: one video for each prompt, scale and seed")
     guidance_convention: GuidanceConvention = setting(
-        "standard", "scale of --guidance: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
+        "standard", "meaning of --guidance g: uncond + g (cond - uncond), or NeMo's cond + g (cond - uncond)"
     )
     total_frames: int | None = setting(
         None,
@@ -80,7 +80,7 @@ class GenerateOptions(ConditioningOptions):
     )
     story: bool = setting(
         False,
-        ("prompts of one video, one for each window of --total_frames; the last one serves all windows that follow"),
+        "take the prompts as those of one video, one for each window of --total_frames, the last for all that follow",
     )
     keep_first: bool = setting(
         False,
@@ -132,16 +132,15 @@ class GenerateOptions(ConditioningOptions):
     t5_cache_dir: str = _path(
         "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
     )
-    num_devices: int | None = setting(None, "processes that torchrun has started; any other number is refused")
+    num_devices: int | None = setting(None, "expected number of torchrun's processes; any other is refused")
     cfg_parallel: bool = setting(
         False,
-        "run the conditional and unconditional pass on two processes; processes beyond --tp_size and this share the "
-        "prompts",
+        "run the conditional and unconditional pass on two processes; further processes share the prompts",
     )
 
     running: RuntimeOptions = group(RuntimeOptions)
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in output files")
-    settings: PartialSettings = group(PartialSettings, "settings of sampling (default: those of the checkpoint)")
+    settings: PartialSettings = group(PartialSettings, "sampling (default: as the checkpoint says)")
 
     @property
     def guidance(self) -> float | None:

@@ -66,7 +66,7 @@ TESTED = {"megatron-core": ("0.16.1", "0.19.2")}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
     distributed: bool = setting(
-        False, "test every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks"
+        False, "test every rank's device, and the links between all ranks and nodes (also under torchrun)"
     )
     extras: tuple[str, ...] = setting(
         (),

@@ -46,10 +46,12 @@ class SigningOptions:
 
     c2pa_certificate: str = setting(
         "",
-        f"chain of certificates (PEM) to sign files with (default: ${_VARIABLES['c2pa_certificate']})",
+        f"certificate chain (PEM) to sign files with (default: ${_VARIABLES['c2pa_certificate']})",
         metavar="PATH",
     )
-    c2pa_key: str = setting("", f"its private key (PEM; default: ${_VARIABLES['c2pa_key']})", metavar="PATH")
+    c2pa_key: str = setting(
+        "", f"private key (PEM) of --c2pa_certificate (default: ${_VARIABLES['c2pa_key']})", metavar="PATH"
+    )
 
     def found(self) -> dict[str, Path]:
         """Name of the option -> its file; {} if nothing is signed.

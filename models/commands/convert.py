@@ -77,33 +77,42 @@ PRECISIONS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": D
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
     source: str = setting(
-        help="a published checkpoint: directory, file, or name of a model in the hub's cache", positional=True
+        help="a published checkpoint (directory, file, or name of a model in the hub's cache), a bundle or an adapter",
+        positional=True,
+        metavar="SOURCE",
     )
-    out: Path = setting(help="folder or file to write; an existing bundle is replaced", positional=True)
+    out: Path = setting(help="folder or file to write; an existing bundle is replaced", positional=True, metavar="OUT")
     to: Literal["bundle", "diffusers", "transformers", "original"] = setting(
         "bundle",
-        "output format; from a bundle: that of diffusers, of transformers (ViT, CLIP), or the original release",
+        "output format: a bundle; from a bundle, that of diffusers, transformers (ViT, CLIP) or the original release "
+        "(default: {default})",
     )
-    tokenizer: str | None = setting(None, "video tokenizer; default: that of the pipeline", metavar="PATH")
+    tokenizer: str | None = setting(None, "directory of a video tokenizer (default: the pipeline's)", metavar="PATH")
     text_encoder: str | None = setting(
         None,
-        "directory or name of a T5 or CLIP (Predict2.5: of a Qwen2.5-VL); default: that of the pipeline, or "
-        f"{T5} (Wan: {UMT5})",
+        "directory or name of a T5, a CLIP, or a Qwen2.5-VL for Predict2.5 (default: the pipeline's, else "
+        f"{T5}; for Wan {UMT5})",
         metavar="PATH",
     )
     image_encoder: str | None = setting(
         None,
-        "directory or name of the CLIP that encodes conditioning images; default: that of the pipeline",
+        "directory or name of the CLIP that encodes conditioning images (default: the pipeline's)",
         metavar="PATH",
     )
-    dtype: str | None = setting(None, "dtype of the network's weights; default: unchanged", choices=tuple(PRECISIONS))
+    dtype: str | None = setting(None, "dtype of the network's weights (default: unchanged)", choices=tuple(PRECISIONS))
     base: str | None = setting(
-        None, "bundle of an adapter's base weights; default: from the adapter's metadata", metavar="BUNDLE"
+        None,
+        "bundle of an adapter's base weights (default: as its metadata say)",
+        metavar="BUNDLE",
     )
     compression: str = setting("", "compression of a .jit tokenizer whose folder name lacks it", metavar="TxHxW")
 
 
-@command(ConvertOptions, prog="megadit convert", description="Published weights in and out.")
+@command(
+    ConvertOptions,
+    prog="megadit convert",
+    description="Converts published weights to a bundle, or a bundle to their format.",
+)
 def main(options: ConvertOptions) -> int:
     """Run `megadit convert`; the exit code is 0, or 2 after a user's error, printed in one line."""
     if is_adapter(Path(split_expert(options.source)[1])):

@@ -39,7 +39,7 @@ class PushOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PullOptions:
     url: str = setting(help=_URL, positional=True)
-    out: Path = setting(help="a bundle or adapter already there is replaced", positional=True)
+    out: Path = setting(help="folder to write; a bundle or adapter there is replaced", positional=True)
 
 
 @command(PushOptions, prog="megadit push", description="Copies a bundle or an adapter to a hub or a store.")

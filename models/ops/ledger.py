@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
 
 
 class Place(ABC):
-    """Where a saved tensor is."""
+    """The location of a saved tensor."""
 
     @abstractmethod
     def get(self) -> Tensor:
@@ -50,7 +50,7 @@ class Place(ABC):
 
 
 class Memory(Protocol):
-    """Where a block's saved tensors are kept (`offload.py`)."""
+    """Storage of a block's saved tensors (`offload.py`)."""
 
     def put(self, tensor: Tensor) -> Tensor | Place:
         """The place of a tensor of any shape, or the tensor itself if it is kept where it is."""
@@ -101,7 +101,7 @@ class _Ledger:
             self._memory.close()
 
     def _pack(self, tensor: Tensor) -> Tensor | Place | _Packed:
-        return self._kept(self._looked_up(tensor))
+        return self._saved(self._looked_up(tensor))
 
     def _looked_up(self, tensor: Tensor) -> Tensor | _Packed:
         """The recipe of a tensor that is a cheap value, or the tensor itself."""
@@ -110,12 +110,12 @@ class _Ledger:
             return tensor
         return _Packed(entry.recipe, tensor.shape)
 
-    def _kept(self, value: Any) -> Any:
-        """A value as it is kept: tensors, of recipes too, where `memory` puts them."""
+    def _saved(self, value: Any) -> Any:
+        """A value as it is saved: tensors, of recipes too, where `memory` puts them."""
         if self._memory is None:
             return value
         if isinstance(value, _Packed):
-            inputs = tuple(map(self._kept, value.recipe.inputs))
+            inputs = tuple(map(self._saved, value.recipe.inputs))
             return value._replace(recipe=value.recipe._replace(inputs=inputs))
         return self._memory.put(value) if isinstance(value, Tensor) else value
 

@@ -1,4 +1,4 @@
-"""`megadit serve run`: runs a Triton server on a model repository, on this machine or in NVIDIA's container."""
+"""`megadit serve run`: runs a Triton server on a model repository, on this machine or in a container."""
 
 import os
 import shlex

@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeighbourOptions:
     bundle: str = setting(positional=True, metavar="BUNDLE")
-    attack: tuple[str, ...] = setting((), "of the table below (default: all); may be repeated", repeated=True)
-    seconds: float = setting(10.0, "of each attack (default: {default:g})", above=0, metavar="S")
+    attack: tuple[str, ...] = setting((), "name in the table below (default: all); may be repeated", repeated=True)
+    seconds: float = setting(10.0, "duration of each attack (default: {default})", above=0, metavar="S")
     requests_per_minute: int = setting(
         KeyLimits().requests_per_minute, "limit of each attacking key (default: {default}, that of any key)", low=1
     )

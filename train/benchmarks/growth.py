@@ -207,7 +207,7 @@ class GrowthOptions:
     )
 
 
-@command(GrowthOptions, prog="megadit benchmark growth", description="How a training step's cost grows, measured.")
+@command(GrowthOptions, prog="megadit benchmark growth", description="Measures how a training step's cost grows.")
 def main(options: GrowthOptions) -> None:
     for name in options.along:
         choose_one(name, AXES, f"--along {name}: nothing grows along that")

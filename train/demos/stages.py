@@ -82,11 +82,11 @@ Following = TypeVar("Following", bound=FollowingDemo)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowingOptions:
     out: Path | None = setting(None, "folder for everything (default: runs/, and the demo's name)")
-    bundle: Path = setting(Path("runs/demo/bundle"), "bundle to start from ({default})")
+    bundle: Path = setting(Path("runs/demo/bundle"), "bundle to start from (default: {default})")
     ranks: int | None = setting(None, "training processes (default: one a GPU or core, two at most)", low=1)
     steps: int | None = setting(None, "training steps (default: those of the recipe)", low=1)
-    stride: int = setting(1, "score every N-th of 432 clips ({default})", low=1)
-    seed: int = setting(1234, "seed of training ({default})", low=0)
+    stride: int = setting(1, "score every N-th of 432 clips (default: {default})", low=1)
+    seed: int = setting(1234, "seed of training (default: {default})", low=0)
 
 
 def following_demo(kind: type[Following], options: FollowingOptions, name: str, **more: Any) -> Following:

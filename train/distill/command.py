@@ -57,9 +57,13 @@ FEW_CALLS = 4
 class DistillOptions:
     teacher: str = setting(help="a bundle, or a training directory", positional=True, metavar="TEACHER")
     out: Path = setting(
-        help="folder for the runs of the stages, and for bundle/ or adapter/, the last student", positional=True
+        help="folder for the runs of the stages, and for bundle/ or adapter/, the last student",
+        positional=True,
+        metavar="OUT",
     )
-    data: str | None = setting(None, "same as data.path=FOLDER: samples whose texts and conditioning the student sees")
+    data: str | None = setting(
+        None, "data set whose texts and conditioning the student sees; same as data.path=FOLDER", metavar="FOLDER"
+    )
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the teacher's)", metavar="NAME"
     )
@@ -68,11 +72,13 @@ class DistillOptions:
     )
     stages: Sequence[str] = setting(
         (),
-        "objectives, one after the other (default: guidance, and then regression for 3 calls or fewer)",
+        "objectives, one after the other (default: guidance; then regression, for 3 calls or fewer)",
         metavar="NAME",
     )
-    calls: int = setting(4, "function evaluations of the student per video (default: {default})", low=1, high=64)
-    sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
+    calls: int = setting(4, "function evaluations of the student for a video (default: {default})", low=1, high=64)
+    sigmas: Sequence[float] = setting(
+        (), "noise levels of these function evaluations, decreasing (default: chosen)", above=0
+    )
     noise_scale: float | None = setting(
         None,
         "initial noise scale of the student's videos (default: the teacher's, mostly 1); below 1 where videos of one "
@@ -82,7 +88,7 @@ class DistillOptions:
     guidance: float | None = setting(None, "guidance scale of the teacher (default: its own)", low=1)
     guidance_embedding_range: Sequence[float] = setting(
         (),
-        "lowest and highest guidance scale of a student that takes the scale as an input, in place of --guidance",
+        "lowest and highest guidance scale of a guidance-distilled student, in place of --guidance",
         nargs=2,
     )
     adapter_rank: int | None = setting(
@@ -103,7 +109,7 @@ class DistillOptions:
     )
     count: int = setting(64, "prompts of the check, two videos each (default: {default})", low=8)
     extractors: Sequence[Path] = setting(
-        (), "feature extractors for the check, as of `megadit evaluate` (default: downscaled frames)"
+        (), "feature extractors for the check, as for `megadit evaluate` (default: downscaled frames)"
     )
     spread: tuple[float, float] = setting(
         (0.5, 2.0), "allowed diversity of one prompt's videos, as multiples of the teacher's (default: {default})"
@@ -124,7 +130,7 @@ class DistillOptions:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("data", "calls", "stages", "adapter_rank", "nproc", "recipe", "config_file"),
-    "how the student is called": ("sigmas", "noise_scale", "guidance", "guidance_embedding_range"),
+    "sampling of the student": ("sigmas", "noise_scale", "guidance", "guidance_embedding_range"),
     "pairs that regression learns from": ("pairs", "num_trajectories", "trajectory_steps"),
     "check": ("prompts", "count", "extractors", "spread", "distance", "device"),
     "other": ("even_if_too_large",),
@@ -140,7 +146,7 @@ EXAMPLES = (
     groups=GROUPS,
     examples=EXAMPLES,
     prog="megadit distill",
-    description="Trains a student of a bundle that makes its videos in few calls.",
+    description="Distills a bundle into a student of few function evaluations.",
     is_run=True,
 )
 def main(options: DistillOptions) -> None:

@@ -25,7 +25,9 @@ PROMPT = "a video"
 class NewOptions:
     source: str = setting(help="folder of videos or images", positional=True, metavar="FOLDER")
     out: Path | None = setting(None, "folder for everything that is written (default: runs/ and the folder's name)")
-    captions: str | None = setting(None, "table (.csv, .jsonl, .parquet) of files and captions, or folders")
+    captions: str | None = setting(
+        None, "table (.csv, .jsonl, .parquet) of files and captions; folders: their names are labels"
+    )
     gpu: str | None = setting(None, "GPU to propose for, such as h200 (default: this machine)", metavar="NAME")
     gpus: int = setting(1, "number of GPUs, with --gpu (default: {default})", low=1, metavar="N")
     minutes: float | None = setting(

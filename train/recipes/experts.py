@@ -8,7 +8,7 @@ from megadit.train.recipes.registry import recipe, variant
 
 @recipe
 def pretrain_ecditllama1b() -> RunConfig:
-    """MovieGen-1B with 64 experts, who choose their tokens (EC-DiT, arXiv 2410.02098), on single images of 256 pixels.
+    """MovieGen-1B with 64 experts that choose their tokens (EC-DiT, arXiv 2410.02098), on single images of 256 pixels.
 
     The numbers are those of NeMo's `pretrain_ecditllama1b`: each expert is an eighth as wide as the MLP it stands for,
     and a token has eight on average. What ranks share is ours: NeMo's needs a Megatron of its own.

@@ -164,7 +164,7 @@ def pretrain_ditllama30b_stage3_mock() -> RunConfig:
 
 @recipe
 def pretrain_ditllama5b_stage3_mock_with_pp() -> RunConfig:
-    """MovieGen-5B in two stages on a mock clip of 8,192 tokens, as NeMo's `pretrain_ditllama5b_stage3_mock_with_pp`.
+    """MovieGen-5B in two pipeline stages, a mock clip of 8,192 tokens: `pretrain_ditllama5b_stage3_mock_with_pp`.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama5b_stage3_mock_with_pp
     Hardware: one node of 8 GPUs with 80 GB.
@@ -181,7 +181,7 @@ def pretrain_ditllama5b_stage3_mock_with_pp() -> RunConfig:
 
 @recipe
 def pretrain_ditllama30b_stage3_mock_with_pp() -> RunConfig:
-    """MovieGen-30B in four stages on mock clips of 73,728 tokens, as `pretrain_ditllama30b_stage3_mock_with_pp`.
+    """MovieGen-30B in four pipeline stages, mock clips of 73,728 tokens: `pretrain_ditllama30b_stage3_mock_with_pp`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama30b_stage3_mock_with_pp
     Hardware: 256 GPUs with 80 GB.

@@ -109,7 +109,7 @@ def vit_G_14() -> RunConfig:
 
 @recipe
 def vit_digits() -> RunConfig:
-    """Names handwritten digits (`megadit prepare digit_classes`): a minute on two CPU cores.
+    """Classifies handwritten digits (`megadit prepare digit_classes`): a minute on two CPU cores.
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe vit_digits data.path=FOLDER
     Hardware: 2 CPU cores.
@@ -139,7 +139,7 @@ def vit_digits() -> RunConfig:
 
 @recipe
 def vit_digits_clips() -> RunConfig:
-    """Names colour, digit and way of moving digits (`megadit prepare digit_clips`): minutes on two CPU cores.
+    """Classifies moving digits by colour, name and direction (`megadit prepare digit_clips`): minutes on two CPU cores.
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe vit_digits_clips data.path=FOLDER
     Hardware: 2 CPU cores.

@@ -69,22 +69,21 @@ class RewardOptions:
     prompts_per_round: int = setting(64, "prompts of a round (default: {default})", above=0)
     train_steps: int = setting(30, "training steps of a round (default: {default})", above=0)
     beta: float = setting(
-        0.3, "a lower one moves the policy further in a round (train.distill.nft_beta; default: {default})", above=0
+        0.3, "train.distill.nft_beta: lower values move the policy further in a round (default: {default})", above=0
     )
     objective: Literal["diffusion_nft", "flow_grpo"] = setting(
         "diffusion_nft",
-        "train.distill.objective: diffusion_nft needs no likelihoods and takes any sampler, flow_grpo learns of "
-        "single steps of the sampler euler with noise (default: {default})",
+        "train.distill.objective: diffusion_nft needs no likelihoods and takes any sampler, flow_grpo learns from "
+        "single steps of euler with --eta above 0 (default: {default})",
     )
     policy_decay: float = setting(
         0.0,
-        "how much of the policy a round keeps: policy = decay * policy + (1 - decay) * trained (default: {default}, "
-        "the network as trained)",
+        "share of the policy that a round keeps: policy = decay * policy + (1 - decay) * trained (default: {default})",
         low=0,
         below=1,
     )
-    states: int = setting(4, "states of each video's sampling that flow_grpo learns of (default: {default})", low=1)
-    seed: int = setting(0, "decides prompts and noise of the rollouts (default: {default})", low=0)
+    states: int = setting(4, "sampling steps of each video that flow_grpo learns from (default: {default})", low=1)
+    seed: int = setting(0, "seed of the rollouts' prompts and noise (default: {default})", low=0)
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the bundle's)", metavar="NAME"
     )
@@ -96,7 +95,7 @@ class RewardOptions:
     )
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
     check_prompts: str = setting(
-        "", "text file with prompts for the comparison with the base (default: --prompts)", metavar="PATH"
+        "", "text file with a prompt per line for the comparisons (default: --prompts)", metavar="PATH"
     )
     check_interval: int = setting(5, "rounds between comparisons (default: {default})", above=0)
     count: int = setting(32, "prompts of a comparison, two videos each (default: {default})", low=8)
@@ -122,7 +121,7 @@ class RewardOptions:
         "sampling of the rollouts (default: the bundle's, without guidance)",
         only=("sampler", "num_steps", "guidance", "eta"),
     )
-    overrides: tuple[str, ...] = setting((), "values of training", positional=True, metavar="section.key=value")
+    overrides: tuple[str, ...] = setting((), "values of the training", positional=True, metavar="section.key=value")
 
 
 GROUPS: dict[str, tuple[str, ...]] = {

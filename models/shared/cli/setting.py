@@ -11,6 +11,7 @@ JSON and YAML values.
 
 import math
 import os
+import shlex
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
@@ -174,8 +175,9 @@ def other_names(known: Mapping[str, Setting]) -> dict[str, str]:
 
 
 def described(about: Setting) -> str:
-    """Its help, with the default inserted."""
-    return about.help.replace("{default}", str(about.default))
+    """Its help, with the default inserted as it would be typed."""
+    default = shlex.join(map(str, about.default)) if isinstance(about.default, tuple) else str(about.default)
+    return about.help.replace("{default}", default)
 
 
 def groups_of(of: type) -> dict[str, Group]:

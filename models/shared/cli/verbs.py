@@ -23,7 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "push": ("megadit.models.commands.push_pull:push", "copy a bundle to a hub or a store"),
     "pull": ("megadit.models.commands.push_pull:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate.command:main", "generate videos from prompts"),
-    "classify": ("megadit.infer.commands.classify:main", "classify images with a ViT"),
+    "classify": ("megadit.infer.commands.classify:main", "classify images with a ViT or a CLIP model"),
     "similarity": (
         "megadit.infer.commands.similarity:main",
         "score image-text similarity with a CLIP model",
@@ -52,11 +52,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve up": ("megadit.serve.launch.up:main", "keep a Triton server and the video API in front of it running"),
     "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
-    "serve webhooks": ("megadit.serve.gateway.webhook_command:main", "list webhook deliveries that failed"),
+    "serve webhooks": (
+        "megadit.serve.gateway.webhook_command:main",
+        "list failed webhook deliveries, or send them again",
+    ),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.page.demo:main", "open a web page to try prompts; starts a service if none runs"),
     "distill": ("megadit.train.distill.command:main", "distill a bundle into a student of few sampling steps"),
-    "reward": ("megadit.train.reward.command:main", "teach a bundle what a scorer rewards"),
+    "reward": ("megadit.train.reward.command:main", "post-train a bundle by rewards (DiffusionNFT, Flow-GRPO)"),
     "tune-sampler": (
         "megadit.infer.commands.tune_sampler:main",
         "find the fewest function evaluations (NFE) that match a model's best quality",
@@ -184,7 +187,7 @@ def _help(prefix: str = "") -> str:
             "Text-to-video diffusion transformers, from a folder of clips to videos.",
             "",
             *lines,
-            "`megadit VERB --help` describes one of them; --debug shows the traceback of an error.",
+            "`megadit VERB --help` lists the options of one; --debug shows the traceback of an error.",
         ]
     )
 

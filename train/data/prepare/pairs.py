@@ -99,17 +99,17 @@ CHOICES = ("video_a", "video_b")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairsOptions:
     source: Path = setting(
-        help="a table of pairs, or a folder as InstructPix2Pix publishes its data", positional=True, metavar="SOURCE"
+        help="a table of pairs; for edits also a folder like InstructPix2Pix's", positional=True, metavar="SOURCE"
     )
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
     tokenizer: Path = setting(help="folder of the video tokenizer, or a bundle's tokenizer/", metavar="PATH")
     text_encoder: Path = setting(help="folder of the text encoder, or a bundle's text_encoder/", metavar="PATH")
-    size: tuple[int, int] = setting((256, 256), "height and width in pixels (default: 256 256)", nargs=2)
+    size: tuple[int, int] = setting((256, 256), "height and width in pixels (default: {default})", nargs=2)
     num_frames: int = setting(
-        33, "most frames of a clip; clips are cut to lengths that the tokenizer accepts ({default})", low=1
+        33, "most frames of a clip; clips are cut to lengths that the tokenizer accepts (default: {default})", low=1
     )
-    fps: float = setting(24.0, "frames per second of clips ({default})", above=0)
-    val_share: float = setting(0.02, "share of the pairs held out for validation ({default})", low=0, below=1)
+    fps: float = setting(24.0, "frames per second of clips (default: {default})", above=0)
+    val_share: float = setting(0.02, "share of the pairs held out for validation (default: {default})", low=0, below=1)
     overwrite: bool = setting(False, "replace a finished folder")
 
 

@@ -63,7 +63,7 @@ class Purpose:
 
 PRIOR = Purpose(
     name="prior",
-    description="Samples of a class, made by the model itself.",
+    description="Samples that a model makes itself, against forgetting.",
     is_prior=True,
     next="blend them with those of the subject, see data.prior_weight",
 )
@@ -71,7 +71,7 @@ TRAJECTORIES = Purpose(
     name="trajectories",
     description="Videos that a model makes of known noise, for students to learn from.",
     is_prior=False,
-    next="learn of them with train.distill.objective=regression",
+    next="train on them with train.distill.objective=regression",
 )
 
 
@@ -89,7 +89,7 @@ class SampleOptions:
     dtype: str = setting("float32", "precision of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
     settings: PartialSettings = group(
-        PartialSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
+        PartialSettings, "sampling (default: as the checkpoint says)", only=(*OF_PROMPTS, "churn")
     )
 
 
@@ -134,7 +134,7 @@ class Prior:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("prompt", "prompt_file", "count", "seed", "overwrite"),
-    "settings of sampling (default: those of the checkpoint)": (*OF_PROMPTS, "churn"),
+    "sampling (default: as the checkpoint says)": (*OF_PROMPTS, "churn"),
     "machine": ("batch_size", "device", "dtype"),
 }
 

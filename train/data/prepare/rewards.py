@@ -50,8 +50,7 @@ class Scoring:
     )
     reward: Sequence[str] = setting(
         (),
-        "weights of scores (default: 1 or -1, by the scorer's BETTER): those of scorers, and clip, motion, flicker, "
-        "diversity",
+        "weights of scores: those of the scorers (default: 1 or -1, by their BETTER), clip, motion, flicker, diversity",
         nargs="+",
         metavar="NAME=WEIGHT",
     )
@@ -60,8 +59,8 @@ class Scoring:
     )
     extractors: Sequence[Path] = setting(
         (),
-        "feature extractors, as of `megadit evaluate`; the first of clips compares videos, for the score `diversity` "
-        "(else the first of pictures; default: latents) and with the base (else: downscaled frames)",
+        "feature extractors, as for `megadit evaluate`, of which the first of clips compares videos: for the score "
+        "`diversity` (else the first of pictures; default: latents) and with the base (default: downscaled frames)",
         nargs="+",
         metavar="PATH",
     )

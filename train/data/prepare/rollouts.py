@@ -41,7 +41,7 @@ ROLLOUTS = Purpose(
     name="rollouts",
     description="Videos of a model with rewards by your own scorer, to learn from with diffusion_nft or flow_grpo.",
     is_prior=False,
-    next="learn of them with train.distill.objective=diffusion_nft, of --states with flow_grpo (`megadit reward` does "
+    next="train on them with train.distill.objective=diffusion_nft, of --states with flow_grpo (`megadit reward` does "
     "all of it)",
 )
 

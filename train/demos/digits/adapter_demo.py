@@ -215,7 +215,7 @@ STAGES = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDemoOptions:
     following: FollowingOptions = group(FollowingOptions, only=("out", "bundle", "ranks", "steps", "seed"))
-    word: str = setting("zog", "name of the subject ({default})")
+    word: str = setting("zog", "name of the subject (default: {default})")
 
 
 @command(

@@ -36,10 +36,10 @@ Right = Callable[[Tensor, Sequence[Attributes]], dict[str, Tensor]]
 class CompareOptions:
     bundle: str = setting(help="bundle of a ViT of clips, or the folder of its run", positional=True, metavar="BUNDLE")
     num_clips: int = setting(
-        classifier.NUM_TRAINING_CLIPS, "clips that the demo's classifier is trained on ({default})", low=1
+        classifier.NUM_TRAINING_CLIPS, "clips that the demo's classifier is trained on (default: {default})", low=1
     )
     num_steps: int = setting(
-        classifier.NUM_TRAINING_STEPS, "training steps of the demo's classifier ({default})", low=1
+        classifier.NUM_TRAINING_STEPS, "training steps of the demo's classifier (default: {default})", low=1
     )
 
 

@@ -209,7 +209,7 @@ def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
-    out: Path = setting(Path("runs/demo"), "folder for everything ({default})")
+    out: Path = setting(Path("runs/demo"), "folder for everything (default: {default})")
     ranks: int | None = setting(None, "training processes (default: one a GPU or core, two at most)", low=1)
     quick: bool = setting(False, "test every stage with hardly any training")
     all_guidances: bool = setting(False, "evaluate at guidance 1, 2 and 8, and not at 1 alone: a minute more")

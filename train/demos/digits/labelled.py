@@ -175,7 +175,7 @@ CAPTIONS = Images(
 )
 CLIPS = Images(
     name="digit_clips",
-    description="Clips of the handwritten digits inside scikit-learn, labelled by colour, digit and way, in pixels.",
+    description="Clips of the handwritten digits of scikit-learn, labelled by colour, digit and direction, in pixels.",
     make_text_encoder=lambda: ClassLabels(names=tuple(map(clip_label, _all_shown()))),
     draw=draw_clips,
 )
@@ -195,7 +195,7 @@ SOURCES = {each.name: each for each in (CLASSES, CAPTIONS, CLIPS, *LATENTS)}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesOptions:
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
-    num_images: int = setting(NUM_IMAGES, "training images, or clips ({default})")
+    num_images: int = setting(NUM_IMAGES, "training images, or clips (default: {default})")
     seed: int = setting(0, "the same seed gives the same files (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")
 

@@ -188,8 +188,8 @@ STAGES = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardDemoOptions:
     following: FollowingOptions = group(FollowingOptions, only=("out", "bundle", "ranks", "seed"))
-    rounds: int = setting(6, "rounds of rollouts and training ({default})", low=1)
-    prompts_per_round: int = setting(64, "prompts of a round, eight clips each ({default})", low=1)
+    rounds: int = setting(6, "rounds of rollouts and training (default: {default})", low=1)
+    prompts_per_round: int = setting(64, "prompts of a round, eight clips each (default: {default})", low=1)
 
 
 @command(

@@ -284,7 +284,7 @@ def _row(scene: Scene, caption: str, video_CTHW: Tensor) -> contact_sheets.Sheet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapesOptions:
-    out: Path = setting(Path("runs/demo-shapes"), "folder for everything ({default})")
+    out: Path = setting(Path("runs/demo-shapes"), "folder for everything (default: {default})")
     ranks: int | None = setting(None, "training processes (default: one a GPU or core, two at most)", low=1)
     quick: bool = setting(False, "test every stage with hardly any training")
 

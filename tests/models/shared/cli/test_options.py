@@ -42,6 +42,7 @@ class TrimOptions:
     prompts: Sequence[str] = setting((), names=("--prompt",), nargs="+", repeated=True)
     models: Sequence[str] = setting((), names=("--model",), repeated=True)
     seeds: tuple[int, ...] = setting(())
+    labels: tuple[str, ...] = setting(("cat", "a dog"), "labels (default: {default})")
     quick: bool = setting(False)
     text: bool = setting(True)
     noise: Noise = group(Noise, "noise")
@@ -115,6 +116,7 @@ def test_help_says_what_the_settings_say():
         "CLIP the clip",
         "--seconds NUMBER 100% of {subject} (default: 2.0)",
         "--steps INT",
+        "labels (default: cat 'a dog')",
         "--cut {scene,clip}",
         "--config-file PATH",
         "--no_text",
