@@ -1,5 +1,6 @@
 """Captions of every kind, encoding and layout: each is its own file's, or the file is left out for a true reason."""
 
+import csv
 import io
 import json
 import tarfile
@@ -8,6 +9,8 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from PIL import Image
 
 from megadit.infer.decoding.rules import UnusableSourceError
@@ -16,6 +19,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.decode import read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.sources.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.sources.rows import read_table
 from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.ingest.sources.webdataset import list_webdataset
 
@@ -60,6 +64,10 @@ BESIDE = {
     "texts in json": ({"a.json": ["a cat", "a red cat"]}, ("a cat", "a red cat")),
     "by language": ({"a.json": {"caption": {"fr": "un chat", "en": "a cat"}}}, ("a cat",)),
     "by length": ({"a.json": {"caption": {"short": "a cat", "long": "a red cat"}}}, ("a cat", "a red cat")),
+    "messages": (
+        {"a.json": {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]}},
+        ("a cat",),
+    ),
     "no name": ({"a.json": {"name": "IMG_0042.png", "description": "a cat"}}, ("a cat",)),
     "other column": ({"a.json": {"caption_score": 0.5, "negative_prompt": "dog", "caption_long": "a cat"}}, ("a cat",)),
     "boxes": ({"a.json": [{"label": "dog"}]}, ()),
@@ -135,6 +143,7 @@ def test_what_cannot_be_read_is_left_out_and_not_kept_without_a_caption(tmp_path
 
 
 TABLES = {
+    "blank lines": {"metadata.csv": "\r\n\nfile_name,text\na.png,a cat\n\nb.png,a dog\n"},
     "imagefolder": {"metadata.csv": "file_name,text\na.png,a cat\nb.png,a dog\n"},
     "excel": {"metadata.csv": "\ufefffile_name;text\r\na.png;a cat\r\nb.png;a dog\r\n"},
     "capitals": {"metadata.csv": "File_Name, Text\na.png,a cat\nb.png,a dog\n"},
@@ -209,6 +218,46 @@ def test_commas_of_a_caption_need_no_quotes_where_it_is_last(tmp_path):
     listing = list_folder(tmp_path, "image")
     assert [source.name for source in listing.sources] == ["a.png"]
     assert {skip.reason for skip in listing.skips} == {"missing file"}
+
+
+BROKEN_TABLES = {
+    "not closed": ('file_name,text\na.png,a cat\nb.png,"a dog\nc.png,a cow\n', "row of line 3: .*close each quote"),
+    "not doubled": ('file_name,text\na.png,"a "big, red" cat"\nb.png,a dog\n', "row of line 2: .*double those inside"),
+    "backslashes": ('file_name;text\na.png;"a \\"red\\" cat"\n', "row of line 2: .*double those inside"),
+    "tabs": ('file_name\ttext\na.png\tcat\nb.png\t"Hi" says a dog\n', "row of line 3: .*close each quote"),
+    "column twice": ("file_name,text,text\na.png,a cat,a dog\n", "has 2 columns 'text'; rename"),
+    "file twice": ("image,image,text\na.png,b.png,a dog\n", "has 2 columns 'image'; rename"),
+    "no rows": ("file_name,text\n", "has no rows"),
+    "empty": ("", "has no rows"),
+    "no header": ("a.png,a cat\nb.png,a dog\n", "no column of files; .* it has a.png, a cat$"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN_TABLES.values(), ids=BROKEN_TABLES)
+def test_a_broken_table_gives_no_file_another_caption(tmp_path, content, message):
+    write(tmp_path, A | B | {"metadata.csv": content})
+    with pytest.raises(UserError, match=message):
+        list_folder(tmp_path, "image")
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
+TEXTS = st.lists(TEXT.filter(str.strip), min_size=1)
+
+
+@given(TEXTS, st.sampled_from([str, json.dumps, lambda texts: str(np.array(texts, object))]))
+@example(["a cat", "it's a 'dog'", 'a "red" [cow], '], str)
+def test_a_list_that_a_table_stores_as_text_is_its_texts(texts, stored):
+    assert captions_in({"caption": stored(texts)}) == tuple(dict.fromkeys(text.strip() for text in texts))
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), TEXTS.map(" ".join), min_size=1), st.sampled_from(",;\t|"),
+       st.sampled_from(["\n", "\r\n"]), st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))  # fmt: skip
+def test_every_csv_that_is_whole_comes_back(tmp_path_factory, texts, separator, end, quoting):
+    path = tmp_path_factory.mktemp("csv") / "metadata.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, delimiter=separator, lineterminator=end, quoting=quoting)
+        rows.writerows([("file_name", "text"), *texts.items()])
+    assert {row["file_name"]: row["text"] for row in read_table(str(path))} == texts
 
 
 def test_splits_are_kept_apart(tmp_path):
