@@ -228,8 +228,8 @@ def _print_error(complaint: str) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """The text with line breaks, which a user's values may contain, escaped."""
-    return "\\n".join(text.splitlines())
+    """The text with line breaks and commands to a terminal escaped: a user's values and files may contain them."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in "\\n".join(text.splitlines()))
 
 
 def _lost_its_reader(stream: TextIO) -> bool:

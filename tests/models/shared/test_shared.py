@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import errno
 import fcntl
 import io
@@ -14,6 +15,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from megadit.models.shared.cli import command
 from megadit.models.shared.cli.command import CommandParser, run_command
@@ -295,6 +298,18 @@ def test_run_command_gives_exit_codes_and_one_line(capsys):
     assert run_command(fail_as_user, ["x"]) == 2
     assert run_command(interrupt, []) == 130
     assert capsys.readouterr().err.splitlines() == ["error: bad value ['x']", "interrupted"]
+
+
+@given(st.text())
+@example("a\nb\x1b[31m\x07\u202egnp.exe\ud800")
+def test_an_error_is_one_line_that_commands_no_terminal(text):
+    def fail(argv):
+        raise UserError(text)
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert run_command(fail, []) == 2
+    line = said.getvalue().removesuffix("\n")
+    assert line.startswith("error: ") and line.isprintable()
 
 
 def test_commands_leave_no_gaps_in_a_gpu_s_memory(monkeypatch):
