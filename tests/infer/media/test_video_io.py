@@ -134,6 +134,13 @@ def test_unreadable_files_are_user_errors(tmp_path):
                 read(tmp_path / name)
 
 
+def test_devices_and_pipes_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for path in ("/dev/zero", tmp_path / "pipe.mp4", tmp_path):
+        with pytest.raises(UserError, match="cannot read .*: it is no file"):
+            read_video(path)
+
+
 @pytest.mark.parametrize(("suffix", "tolerance"), [(".gif", 6), (".webp", 6)])
 def test_animations_give_back_frames_and_fps(tmp_path, suffix, tolerance):
     video = moving_square()

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,7 @@ from megadit.models.shared.files import (
     read_json,
     write_json,
 )
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.progress import Progress, duration
 
 
@@ -156,6 +158,16 @@ def test_of_two_writers_of_one_directory_the_last_one_stays(tmp_path, monkeypatc
     with atomic_directory(target) as temporary:
         (temporary / "ours").touch()
     assert [path.name for path in target.iterdir()] == ["ours"] and os.listdir(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/name", "gs://bucket/name.mp4", "hf://owner/name", "file:///tmp/name"])
+def test_nothing_is_written_under_the_name_of_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for write in (atomic_path, atomic_directory, lambda place: FolderLock(place, "trains")):
+        for place in (url, Path(url)):  # which has one slash
+            with pytest.raises(UserError, match=" is a URL: write to a folder of this machine"), write(place):
+                pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
