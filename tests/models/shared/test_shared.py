@@ -6,6 +6,9 @@ import io
 import os
 import pty
 import re
+import resource
+import shlex
+import signal
 import struct
 import subprocess
 import sys
@@ -304,6 +307,46 @@ def interrupt(argv):
     raise KeyboardInterrupt
 
 
+def limited_to(num_bytes, write):
+    """Writes where no file may be larger."""
+    before, signalled = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signalled)
+
+
+CLOSED = """
+import os, sys
+from megadit.models.shared.cli.command import run_command
+def write(argv):
+    with open("file", "w") as file:
+        print("said")
+        print("warned", file=sys.stderr)
+        os.write(1, b"said by a library")
+        print("kept", file=file)
+raise SystemExit(run_command(write, [], is_run=len(sys.argv) > 1))
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["is_run"]])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_fault_and_take_nothing_of_a_file(closed, arguments, tmp_path):
+    words = shlex.join([sys.executable, "-c", CLOSED, *arguments])
+    assert subprocess.run(["sh", "-c", f"{words} {closed}"], cwd=tmp_path, capture_output=True).returncode == 0
+    assert (tmp_path / "file").read_text() == "kept\n"
+
+
+def test_a_folder_that_is_gone_is_no_place_to_be_in(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run_command(lambda argv: None, []) == 2
+    assert capsys.readouterr().err.startswith("error: the current folder was removed; change to another")
+
+
 def test_run_command_gives_exit_codes_and_one_line(capsys):
     assert run_command(lambda argv: None, []) == 0
     assert run_command(lambda argv: 3, []) == 3
@@ -350,6 +393,7 @@ def test_run_command_never_hides_a_fault_of_ours():
         (lambda file: (file / "a").mkdir(), "file/a cannot be used: Not a directory; give another path"),
         (lambda file: file.mkdir(), "file cannot be used: File exists; give another path"),
         (lambda file: file.parent.open("w"), "cannot be used: Is a directory; give another path"),
+        (lambda file: limited_to(1, lambda: file.write_bytes(bytes(2))), "File too large; raise the limit"),
         (lambda file: open("/dev/full", "w", buffering=1).write("a\n"), " left on the disk of "),
     ],
 )
