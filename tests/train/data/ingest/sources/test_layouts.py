@@ -388,11 +388,49 @@ def test_members_of_a_tar_file(tmp_path, members, wanted, others):
     assert found == others
 
 
+def archive(*names: str) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for name in names:
+            for suffix, data in ((".png", PICTURE), (".txt", f"a {name}".encode())):
+                info = tarfile.TarInfo(name + suffix)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("padding", [0, 1, 18, 2000])
+def test_joined_tar_files_are_read_to_the_last(padding, tmp_path):
+    (tmp_path / "S.TAR").write_bytes(archive("cat") + bytes(512 * padding) + archive("dog") + archive("cow", "hen"))
+    listing = list_webdataset(tmp_path)
+    assert sorted(source.caption for source in listing.sources) == ["a cat", "a cow", "a dog", "a hen"]
+    assert not listing.skips
+
+
+@given(st.integers(0, 3), st.integers(0, 511), st.integers(1, 255))
+@example(2, 0, 1)
+def test_a_damaged_header_of_a_tar_file_is_told(tmp_path_factory, number, byte, change):
+    """One that is changed where the sum of its bytes does not see it, in its padding, is none."""
+    content = bytearray(archive("cat", "dog"))
+    content[1024 * number + byte] ^= change
+    path = tmp_path_factory.mktemp("tar") / "s.tar"
+    path.write_bytes(content)
+    try:
+        listing = list_webdataset(path)
+    except UserError as error:
+        assert "broken tar file" in str(error)
+    else:
+        assert len(listing.sources) + len(listing.skips) >= 2
+
+
+COMPRESSED = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz"}
+
+
 def test_a_compressed_tar_file_says_so(tmp_path):
-    for name in ("a.tar.gz", "b.tar"):
-        with tarfile.open(tmp_path / name, "w:gz"):
+    for name, kind, program in (("a.tar.gz", "gz", "gunzip"), *(("b.tar", *each) for each in COMPRESSED.items())):
+        with tarfile.open(tmp_path / name, f"w:{kind}"):
             pass
-        with pytest.raises(UserError, match=r"compressed tar file \(unpack it: gunzip\)"):
+        with pytest.raises(UserError, match=rf"compressed tar file \(unpack it: {program}\)"):
             list_webdataset(tmp_path)
         (tmp_path / name).unlink()
 
