@@ -48,6 +48,8 @@ def open_video(
         if isinstance(error, UnusableSourceError):
             raise
         message = error.strerror if isinstance(error, av.FFmpegError) else error
+        if isinstance(error, av.ArgumentError):  # what ffmpeg says of every file that is in none of `containers`
+            message = "it is damaged, or in a format that is not read here"
         raise UnusableSourceError("broken", str(message)) from None
 
 
