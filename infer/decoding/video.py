@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import av
 import numpy as np
+from av.codec.context import Flags
 
 from megadit.infer.decoding import animations
 from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
@@ -47,6 +48,8 @@ def open_video(
         if isinstance(error, UnusableSourceError):
             raise
         message = error.strerror if isinstance(error, av.FFmpegError) else error
+        if isinstance(error, av.ArgumentError):  # what ffmpeg says of every file that is in none of `containers`
+            message = "it is damaged, or in a format that is not read here"
         raise UnusableSourceError("broken", str(message)) from None
 
 
@@ -75,6 +78,7 @@ class Video:
         self._stream = next((stream for stream in streams if stream.disposition & is_default), streams[0])
         self._container, self._rules, self._beat, self._durations = container, rules, beat, durations
         self._stream.codec_context.thread_count = 1  # sources are read in parallel already
+        self._stream.codec_context.flags |= Flags.unaligned  # else columns cropped at the left are shown
         rules.check(self._stream.width, self._stream.height)
         self.is_regular = True
         """Whether the times of its frames are the file's own, so that seeking works."""
@@ -95,8 +99,8 @@ class Video:
         if self._durations:
             return animations.rate(self._durations, self.time_base)
         rates = [self._stream.average_rate, self._stream.guessed_rate, self._stream.base_rate]
-        if self._container.format.flags & NO_TIMESTAMPS:
-            rates = [self._stream.guessed_rate, *rates]
+        if self._container.format.flags & NO_TIMESTAMPS:  # of these guesses the decoder's is that of its headers
+            rates = [self._stream.codec_context.framerate, self._stream.guessed_rate, *rates]
         for rate in rates:
             if rate is not None and 0.1 < float(rate) < 1000:
                 return float(rate)

@@ -28,7 +28,15 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.setting import check_json, settings_of
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import RECORD_SUFFIX, atomic_directory, atomic_path, read_json, record_path, write_json
+from megadit.models.shared.files import (
+    RECORD_SUFFIX,
+    atomic_directory,
+    atomic_path,
+    check_local,
+    read_json,
+    record_path,
+    write_json,
+)
 
 LATENTS_SUFFIX = ".safetensors"
 _MAX_RECORD_BYTES = 1 << 18
@@ -44,8 +52,9 @@ def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None 
     A name without a suffix is a folder of frames.
 
     Raises:
-        UserError: for a file type that cannot be written, and a directory that cannot be made or written to.
+        UserError: for a URL, a file type that cannot be written, and a directory that cannot be made or written to.
     """
+    check_local(save_path)
     path = Path(save_path)
     is_file = not path.is_dir() and _names_file(path, max(spec.settings.num_frames for spec in specs), format)
     directory = path.parent if is_file else path

@@ -1,6 +1,6 @@
 """The videos of a `megadit generate` command: one for each prompt, guidance scale and seed, with its settings."""
 
-import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from megadit.infer.sampling.guidance import guidance_scale
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.named import parse_adapters, split_expert
+from megadit.models.shared.captions import encoding_of
 from megadit.models.shared.cli.setting import check_json, settings_of, under_own_names
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_limited
 
@@ -129,18 +131,20 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
     if not path:
         return []
     try:
-        lines = read_limited(path).decode().splitlines()
+        content = read_limited(path)
+        text = content.decode(encoding_of(content[:1024])).removeprefix("\ufeff")
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompt_file {path}: {error}") from error
+    lines = re.split("\r\n|\r|\n", text)  # and at no other separator of lines, which prompts may contain
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     match Path(path).suffix.lower():
         case ".jsonl":
             return [
-                _described(f"{path}, line {number}", _parsed(f"{path}, line {number}", line))
+                _described(f"{path}, line {number}", parse_json(line, f"{path}, line {number}"))
                 for number, line in numbered
             ]
         case ".json":
-            return _listed(path, _parsed(path, "\n".join(lines)))
+            return _listed(path, parse_json(text, path))
         case ".txt" | "":
             return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
     raise UserError(f"--prompt_file {path}: use a name that ends in .txt (one prompt a line), .jsonl or .json (a list)")
@@ -148,13 +152,6 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
 
 COMMENT = "#"
 """Beginning of a comment line in a text file of prompts."""
-
-
-def _parsed(location: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{location} is not valid JSON: {error}") from None
 
 
 def _listed(path: str, values: Any) -> list[dict[str, Any]]:

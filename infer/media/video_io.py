@@ -141,9 +141,11 @@ def read_video(path: str | Path) -> tuple[np.ndarray, float]:
     """Read the frames (uint8 THWC) of a video or an image, and frames per second (0 for an image).
 
     Raises:
-        UserError: if the file is missing or cannot be decoded.
+        UserError: if the file is missing, a device or a pipe, or cannot be decoded.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # some devices and pipes never end
+        raise UserError(f"cannot read {path}: it is no file")
     try:
         with path.open("rb") as file:
             return read_all(file, Rules())

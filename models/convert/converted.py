@@ -1,7 +1,7 @@
 """Lazy conversion of tensors from a published checkpoint to our names, and back."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,23 +19,39 @@ def to_ours(
     """Our tensors of the network, after a check that the source has exactly the tensors of the entries.
 
     Raises:
-        UserError: listing missing, unexpected and misshapen tensors; `ignored` is a pattern of ignored names.
+        UserError: listing missing, unexpected and misshapen tensors, and for integers; `ignored` is a pattern of
+            ignored names.
     """
     ours = network_shapes(config)
     expected = {name: shape for entry in entries for name, shape in their_shapes(entry, ours[entry.name]).items()}
     found = {name: shape for name, shape in source.shapes.items() if name in expected or not re.search(ignored, name)}
     check_shapes(found, expected, f"the tensors of {source.label}")
+    for name in expected:
+        if not source.stored[name].dtype.is_floating_point:
+            raise UserError(f"{source.label}: {name} holds {source.stored[name].dtype}: give the original weights")
     by_name = {entry.name: entry for entry in entries}
 
     def read(name: str) -> Tensor:
         entry = by_name[name]
         try:
-            return entry.join([source.read(theirs) for theirs in entry.theirs]).contiguous()
+            return entry.join([source.read(theirs).to(stored[name].dtype) for theirs in entry.theirs]).contiguous()
         except ValueError as error:
             raise UserError(f"{source.label} cannot be converted: {error}") from error
 
-    stored = {entry.name: Stored(ours[entry.name], source.stored[entry.theirs[0]].dtype) for entry in entries}
+    stored = {
+        entry.name: Stored(ours[entry.name], _common(source.stored[theirs].dtype for theirs in entry.theirs))
+        for entry in entries
+    }
     return TensorSource(source.label, stored, read)
+
+
+def _common(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds the numbers of all of them; torch promotes none of 8 bits."""
+    first, *others = dict.fromkeys(dtypes)
+    for other in others:
+        first, other = (torch.float16 if dtype.itemsize == 1 else dtype for dtype in (first, other))
+        first = torch.promote_types(first, other)
+    return first
 
 
 def to_theirs(source: TensorSource, entries: Sequence[Entry]) -> TensorSource:

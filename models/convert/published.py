@@ -19,6 +19,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.storage.weight_files import open_weights, weight_files
+from megadit.models.storage.weights import config_from_dict, config_to_dict
 from megadit.models.storage.wrapped import open_tensor_file, unwrapped
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
@@ -227,7 +228,11 @@ _OTHERS = (1, 2, 16, 1.0, [1, 2, 2], [128, 240, 240], None)
 def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfig:
     """Call `known.config_from_diffusers` on the `values` of `path`; unexpected errors become UserErrors that name the
     setting."""
-    return _read_settings(known.config_from_diffusers, values, path, known.DIFFUSERS_CLASS, getattr(known, "USUAL", {}))
+
+    def read(values: Mapping[str, Any]) -> NetworkConfig:
+        return config_from_dict(config_to_dict(known.config_from_diffusers(values)))  # checks types
+
+    return _read_settings(read, values, path, known.DIFFUSERS_CLASS, getattr(known, "USUAL", {}))
 
 
 def _read_settings(

@@ -13,7 +13,7 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError, choose_one
 
 CAPTION_COLUMNS = (
-    *("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations"),
+    *("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations", "messages"),
     *("caption_json", "temporal_caption", "t2w_windows"),  # of cosmos-framework
 )
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path", "vision_path")
@@ -33,6 +33,8 @@ FAR_LONGER = 2
 _SHORT = 4
 """Minimum for the longest caption's words, for this ratio."""
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+_LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
+_BETWEEN = re.compile(r"\[[\s,]*\]")
 _SAYS_CAPTION = frozenset("caption captions text texts prompt prompts description descriptions".split())
 _QUALIFIES_CAPTION = frozenset(
     "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
@@ -168,10 +170,10 @@ def texts_of(value: Any) -> list[str]:
 def _texts_of_string(text: str) -> list[str]:
     """The text itself, or the texts of a list that a table stores as text."""
     if text[:2] in ('["', "['") and text.endswith("]"):
-        for read in (parse_json_list, ast.literal_eval):
+        for read in (parse_json_list, _printed_list):
             try:
                 values = read(text)
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
+            except (ValueError, SyntaxError):
                 continue
             if isinstance(values, list) and all(isinstance(each, str) for each in values):
                 return [each.strip() for each in values if each.strip()]
@@ -180,6 +182,17 @@ def _texts_of_string(text: str) -> list[str]:
 
 def parse_json_list(text: str) -> Any:
     return parse_json(text, "it", is_finite=False)
+
+
+def _printed_list(text: str) -> list[str]:
+    """The texts of a list as Python prints it, or NumPy, without commas, which Python would read as one text.
+
+    Raises:
+        ValueError: if there is anything else in it.
+    """
+    if _BETWEEN.fullmatch(_LITERAL.sub("", text)) is None:
+        raise ValueError("it is no list of texts")
+    return [ast.literal_eval(each) for each in _LITERAL.findall(text)]
 
 
 def _answer(turns: list[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,14 @@ MAX_BYTES = 1 << 24
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects."""
 
+_OTHER_FILES = {
+    b"version ": "a pointer of Git LFS, not the file itself; get it by git lfs pull",
+    b"<": "a web page, not weights; download the file again",
+    b"GGUF": "a quantised GGUF file; give the original safetensors",
+    b"PK\3\4": "a zip file, as torch.save writes, no safetensors file; name it .pt",
+    b"\x80": "a pickle, as torch.save writes, no safetensors file; name it .pt",
+}
+"""First bytes of a file that is no safetensors file -> what it is."""
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
 """Brackets, and strings, which may contain brackets; possessive, so that no text takes quadratic time."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -79,8 +87,11 @@ def check_yaml(text: str | bytes, where: str) -> None:
 
 
 def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) -> None:
-    """Raises UserError if a safetensors file, which begins with `head`, has a longer JSON header."""
-    check_size(int.from_bytes(head[:8], "little"), f"the header of {where}", max_bytes)
+    """Raises UserError if a safetensors file, which begins with `head`, has a longer JSON header, or is none at all."""
+    if (length := int.from_bytes(head[:8], "little")) > max_bytes:
+        if found := next((kind for magic, kind in _OTHER_FILES.items() if head.startswith(magic)), None):
+            raise UserError(f"{where} is {found}")
+        check_size(length, f"the header of {where}", max_bytes)
 
 
 def check_pickle(content: bytes, where: str) -> None:

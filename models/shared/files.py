@@ -21,8 +21,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_NAME, LONGEST_PATH = 255, 1024
 MAX_MEDIA_BYTES = 1 << 36
 """Maximum bytes of an image, a video or an adapter that is used by its name."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""Beginning of a URL, also after `Path`, which takes one slash of two away."""
 RECORD_SUFFIX = ".json"
 """Suffix of a video's record, after the whole file name of the video."""
+
+
+def check_local(path: str | os.PathLike) -> None:
+    """Raises UserError for a URL where something is written: its path would be a folder of this machine."""
+    if _URL.match(str(path)):
+        raise UserError(f"{path} is a URL: write to a folder of this machine, and copy it from there (megadit push)")
 
 
 def _temporary_sibling(path: Path) -> Path:
@@ -86,7 +94,12 @@ def _name(error: OSError, path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary name to write a file under; renames it to `path` on success, removes it on any error."""
+    """Yields a temporary name to write a file under; renames it to `path` on success, removes it on any error.
+
+    Raises:
+        UserError: for a URL.
+    """
+    check_local(path)
     path = Path(path)
     temporary = _temporary_sibling(path)
     try:
@@ -106,8 +119,9 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     A directory already at `path` is replaced once the new one is complete.
 
     Raises:
-        UserError: if `path` exists and is not a directory.
+        UserError: for a URL, and if `path` exists and is not a directory.
     """
+    check_local(path)
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; give the name of a directory")

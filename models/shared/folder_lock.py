@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import check_local
 
 FILE = "lock.json"
 LOST_CODE = 2
@@ -55,6 +56,7 @@ class FolderLock:
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
 
     def __enter__(self) -> "FolderLock":
+        check_local(self._folder)
         self._made = not self._path.parent.exists()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,23 +11,39 @@ from megadit.models.shared.errors import UserError
 
 MAX_MEMBER_BYTES = 1 << 30
 """Maximum bytes of a member of a sample."""
+MAX_PADDING_BYTES = 1 << 20
+"""Most zeros between joined tar files; tar pads each to 10 KiB."""
 MAX_HEADER_BYTES = 1 << 16
 """Largest header of a sample's safetensors file."""
 
 
 class UntrustedTarFile(tarfile.TarFile):
-    """A tar file whose members follow one another, with their true sizes."""
+    """A tar file whose members follow one another, with their true sizes; or several, joined by `cat`."""
 
     def next(self) -> tarfile.TarInfo | None:
         """The next member.
 
         Raises:
-            ReadError: see `checked`; and for too many headers.
+            ReadError: see `checked`; for too many headers, and a damaged one, which `TarFile` takes for the end.
         """
         try:
-            return checked(super().next())
+            while (member := checked(super().next())) is None and self._goes_on():
+                self._loaded = False
+            return member
         except RecursionError:
             raise tarfile.ReadError("a member has more headers than any needs") from None
+
+    def _goes_on(self) -> bool:
+        """Whether another tar file follows the end of this one; moves to it."""
+        self.fileobj.seek(self.offset)
+        rest = self.fileobj.read(MAX_PADDING_BYTES)
+        num_zeros = len(rest) - len(rest.lstrip(b"\0"))
+        if num_zeros == len(rest):
+            return False
+        if num_zeros < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError(f"the header at byte {self.offset:,} is damaged: what follows it cannot be found")
+        self.offset += num_zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
+        return True
 
 
 def checked(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:

@@ -148,6 +148,8 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise UserError(f"{path}: the tensor {name} has dtype {part.get_dtype()}, which is not supported")
+            if name in where:
+                raise UserError(f"both {where[name]} and {path} hold the tensor {name}; keep one of them")
             where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
     label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
     return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name), metadata)
@@ -162,6 +164,9 @@ def write_safetensors(
     """Writes all tensors, optionally converted to `dtype`, reading one at a time; whole or not at all.
 
     `metadata` goes into the file's header.
+
+    Raises:
+        UserError: for numbers that are not finite, or do not fit `dtype`.
     """
     names = {number: name for name, number in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -182,8 +187,10 @@ def write_safetensors(
         for name in source.stored:
             entry, tensor = header[name], source.read(name)
             assert list(tensor.shape) == entry["shape"], f"{name} changed its shape while it was written"
-            data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
-            file.write(data.numpy().data)
+            data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten()
+            if data.is_floating_point() and not (data.float() if data.itemsize == 1 else data).isfinite().all():
+                raise UserError(f"{source.label}: {name} has numbers that {entry['dtype']} cannot hold, or is damaged")
+            file.write(data.view(torch.uint8).numpy().data)
 
 
 def write_shards(folder: Path, stem: str, source: TensorSource, max_bytes: int | None = None) -> None:

@@ -23,9 +23,12 @@ from megadit.models.storage.tensor_source import (
     open_safetensors,
 )
 
+TORCH_MAGIC = (b"PK", b"\x80")
+"""First bytes of a file of torch.save: a zip file, or of old a pickle."""
 NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
 """Keys of a network's state dict in files of torch.save, EMA weights first."""
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Infixes of DDP, torch.compile and FSDP in names."""
 _AVERAGE = re.compile(r"(^|[._])ema[._]")
 _OTHER_STATE = re.compile(
     r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
@@ -42,11 +45,10 @@ def open_tensor_file(path: Path) -> TensorSource:
     Raises:
         UserError: if there are none.
     """
-    if path.suffix == ".safetensors":
-        return open_safetensors(path)
     with path.open("rb") as file:
-        if file.read(4) == b"GGUF":
-            raise UserError(f"{path} is a quantised GGUF file: give the original safetensors")
+        head = file.read(9)
+    if path.suffix == ".safetensors" or not head.startswith(TORCH_MAGIC):
+        return open_safetensors(path)
     values = load_pickled(path)
     while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
         values = values[deeper]
@@ -54,6 +56,9 @@ def open_tensor_file(path: Path) -> TensorSource:
     tensors = {name: value for name, value in named if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"{path} {_without_tensors(values)}")
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise UserError(f"{path}: {name} is a sparse or quantised tensor, or without values: save plain ones")
     return from_state_dict(tensors, str(path))
 
 
@@ -77,7 +82,7 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
     Raises:
         UserError: for several networks, and for scales that fit no tensor.
     """
-    names = {_WRAPPERS.sub("", name): name for name in source.stored}
+    names = {WRAPPERS.sub("", name): name for name in source.stored}
     prefixes = _prefixes(names, marks)
     if "" not in prefixes and prefixes:
         ema_weights = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]

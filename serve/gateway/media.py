@@ -5,7 +5,7 @@ import re
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Annotated, Any
 
@@ -79,12 +79,19 @@ def form_of(request: Request, **most: int) -> AbstractAsyncContextManager[FormDa
     return request.form(**most)
 
 
+def check_once(names: Iterable[str]) -> None:
+    """Raises ApiError for a field of a form that is given twice: which of them counts is not known."""
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise ApiError(400, "invalid_request", f"{twice[:64]!r} is given twice; give it once", param=twice[:100])
+
+
 async def values_of(form: FormData) -> dict[str, Any]:
     """The values of a form, files as their bytes.
 
     Raises:
-        ApiError: for a file in a field for text.
+        ApiError: for a file in a field for text, and for a field that is given twice.
     """
+    check_once(name for name, _ in form.multi_items())
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         numbered = _KEYFRAME.fullmatch(name)

@@ -39,14 +39,13 @@ from megadit.models.convert.written import diffusers_entries, original_entries, 
 from megadit.models.lora.adapters import targets_of
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.wrapped import WRAPPERS
 
 PREFIXES = (
     "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
-    "lora_unet_", "lora_transformer_", "lycoris_",
+    "lora_unet_", "lora_transformer_", "lycoris_", "model.", "dit.", "net.",
 )  # fmt: skip
 """Prefixes of linears' names, removed in this order."""
-_WRAPPED = re.compile(r"(?<![^.])_orig_mod\.")
-"""Infix that `torch.compile` puts into names."""
 ENDINGS = {
     DOWN: r"\.lora_A(?:\.\w+)?\.weight|\.lora_down\.weight|[._]lora\.down\.weight",
     UP: r"\.lora_B(?:\.\w+)?\.weight|\.lora_up\.weight|[._]lora\.up\.weight",
@@ -126,7 +125,7 @@ def named_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
 def split_key(key: str) -> tuple[str, str] | None:
     """(name of the linear, factor) of a file's key; None for keys of other tensors."""
     for prefix in PREFIXES:
-        key = _WRAPPED.sub("", key.removeprefix(prefix))
+        key = WRAPPERS.sub("", key.removeprefix(prefix))
     found = _KEY.fullmatch(key)
     return found and (found["linear"], found.lastgroup)
 

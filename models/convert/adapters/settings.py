@@ -32,6 +32,8 @@ class LoraSettings:
     alphas: Mapping[str, float] = field(default_factory=dict)
     is_rank_stabilised: bool = False
     """alpha / sqrt(rank) scales (arXiv 2312.03732)."""
+    is_dora: bool = False
+    """Each linear has a magnitude (arXiv 2402.09353), without which it would compute something else."""
     said_by: str = ""
     """Source of these settings, for messages."""
 
@@ -58,6 +60,7 @@ class LoraSettings:
             ranks=_numbers(path, "rank_pattern", values.get("rank_pattern")),
             alphas=_numbers(path, "alpha_pattern", values.get("alpha_pattern"), least=0),
             is_rank_stabilised=bool(values.get("use_rslora")),
+            is_dora=bool(values.get("use_dora")),
             said_by=said_by,
         )
 

@@ -84,7 +84,7 @@ def problems_of(
         "missing": [],
         "misshapen": [] if keys else ["it changes no linear"],
     }
-    is_dora = any(MAGNITUDE in of for of in keys.values())
+    is_dora = settings.is_dora or any(MAGNITUDE in of for of in keys.values())
     for name, of in keys.items():
         needed = {DIFFERENCE} if DIFFERENCE in of and DOWN not in of else {DOWN, UP}
         needed |= {MAGNITUDE} if is_dora else set()

@@ -25,6 +25,7 @@ OF_PATHS = {
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
     **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or get permission for this one"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another path"),
+    errno.EFBIG: "raise the limit of this shell (ulimit -f)",
 }
 """Error number of a failed file creation -> remedy."""
 
@@ -128,10 +129,15 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
     `--debug` is removed from the arguments, and shows the traceback of such errors. Other exceptions are bugs, and
     always show theirs.
     """
+    _open_standard_streams()
     if is_run:
         streams = contextlib.redirect_stdout(_Unread(sys.stdout)), contextlib.redirect_stderr(_Unread(sys.stderr))
         with streams[0], streams[1]:
             return run_command(function, argv)
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # some libraries of torch end the process without a folder to be in
+        return _print_error("the current folder was removed; change to another, and run the command again")
     end_with_parent()
     debug = "--debug" in argv
     # before torch is there: expandable segments avoid fragmentation
@@ -222,14 +228,29 @@ def _left_at(error: OSError) -> str:
     return f" ({memory_in_words(shutil.disk_usage(folder).free)} left on the disk of {folder})"
 
 
+def _open_standard_streams() -> None:
+    """Opens those that were closed (`>&-`) on /dev/null: else files that are opened later would take their numbers, and
+    what libraries print."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                continue
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode, closefd=False))
+
+
 def _print_error(complaint: str) -> int:
     print(f"error: {_in_one_line(complaint)}", file=sys.stderr)
     return 2
 
 
 def _in_one_line(text: str) -> str:
-    """The text with line breaks, which a user's values may contain, escaped."""
-    return "\\n".join(text.splitlines())
+    """The text with line breaks and commands to a terminal escaped: a user's values and files may contain them."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in "\\n".join(text.splitlines()))
 
 
 def _lost_its_reader(stream: TextIO) -> bool:

@@ -38,7 +38,7 @@ from megadit.serve.gateway.http.schemas import (
 from megadit.serve.gateway.http.streams import Streams
 from megadit.serve.gateway.jobs.pictures import VARIANTS
 from megadit.serve.gateway.logs import log
-from megadit.serve.gateway.media import MOST_FILES, form_of, pack, values_of
+from megadit.serve.gateway.media import MOST_FILES, check_once, form_of, pack, values_of
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store.jobs import FAILED, QUEUED, Job, NewJob, new_id
 from megadit.serve.gateway.store.keys import Key
@@ -251,7 +251,9 @@ def _of_json(text: bytes) -> Any:
 
 def _of_line(text: bytes) -> dict[str, str]:
     """Parse a urlencoded form; fields are counted first, since a megabyte can hold a million."""
-    return dict(parse_qsl(text.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
+    fields = parse_qsl(text.decode(), keep_blank_values=True, errors="strict", max_num_fields=_MOST_FIELDS)
+    check_once(name for name, _ in fields)
+    return dict(fields)
 
 
 _WHOLE: dict[str, Callable[[bytes], Any]] = {

@@ -78,6 +78,7 @@ CONTAINERS = [
     video("h264_b.mp4", options={"bf": "3"}), video("h264_b.ts", options={"bf": "3"}),
     video("h264_b.avi", options={"bf": "3"}), video("h264_b.mkv", options={"bf": "3"}),
     video("h264.h264", format="h264"), video("h264_b.h264", format="h264", options={"bf": "3"}),
+    *(video(f"h264_{rate}.h264", format="h264", rate=rate, fps=rate) for rate in (5, 12, 48)),
     video("fragmented.mp4", format="mp4", flags="frag_keyframe+empty_moov"),
     video("hevc.mp4", "libx265"), video("hevc.mov", "libx265"), video("hevc.hevc", "libx265", format="hevc"),
     video("av1.mp4", "libsvtav1"), video("av1.webm", "libsvtav1"),
@@ -104,6 +105,11 @@ PIXELS = [
     video("gbrp.mp4", "libx264rgb", "rgb24"), video("yuv444p.mp4", pix_fmt="yuv444p"),
     video("yuv420p10le.mp4", pix_fmt="yuv420p10le"),
     video("odd.mkv", "ffv1", "yuv444p", pictures=frames(height=65, width=97), size=(65, 97)),
+    *(
+        video(f"cropped_{left}.mp4", options={"x264-params": f"crop-rect={left},8,16,0"},
+              pictures=[np.pad(shown, ((8, 0), (left, 16), (0, 0))) for shown in frames()])
+        for left in (2, 10, 32)
+    ),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import av
 import imageio.v3 as iio
 import numpy as np
 import pytest
+from PIL import Image
 
 from megadit.infer.media.animations import encode_animation
 from megadit.infer.media.video_io import (
@@ -132,6 +133,20 @@ def test_unreadable_files_are_user_errors(tmp_path):
         for read in (read_video, read_comment):
             with pytest.raises(UserError, match=name):
                 read(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", ["tga", "ico", "pcx", "sgi", "dds"])
+def test_formats_that_are_not_read_are_called_that(tmp_path, suffix):
+    Image.new("RGB", (32, 32), "red").save(tmp_path / f"a.{suffix}")
+    with pytest.raises(UserError, match="in a format that is not read here"):
+        read_video(tmp_path / f"a.{suffix}")
+
+
+def test_devices_and_pipes_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for path in ("/dev/zero", tmp_path / "pipe.mp4", tmp_path):
+        with pytest.raises(UserError, match="cannot read .*: it is no file"):
+            read_video(path)
 
 
 @pytest.mark.parametrize(("suffix", "tolerance"), [(".gif", 6), (".webp", 6)])

@@ -11,7 +11,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import class_dit, wan
@@ -19,7 +19,7 @@ from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.tensor_source import from_state_dict
+from megadit.models.storage.tensor_source import from_state_dict, write_safetensors
 
 WAN = DiTConfig(
     family="wan",
@@ -138,6 +138,7 @@ READ = {
     "a network and its average": lambda path: one(
         path, prefixed("net.", AVERAGED) | prefixed("net_ema.", RELEASED), "model.pt"
     ),
+    "safetensors by the name of torch.save": lambda path: one(path, RELEASED).rename(path / "model.ckpt"),
     "Lightning": lambda path: one(path, {"state_dict": prefixed("model.", RELEASED), "epoch": 1}, "model.ckpt"),
 }  # fmt: skip
 
@@ -147,6 +148,22 @@ def test_layouts_with_the_same_tensors_are_read(layout, tmp_path):
     published = open_published(READ[layout](tmp_path / "theirs"))
     assert published.config == WAN
     assert all(torch.equal(published.tensors.read(name), tensor) for name, tensor in OURS.items())
+
+
+def pickled(name, change):
+    return lambda path: folder(path, THEIRS | {name: change(THEIRS[name])}, file=f"{FILE}.bin", write=torch.save)
+
+
+def in_two_shards(path):
+    sharded(path, name=FILE + "-0000{}-of-00002.safetensors", index=f"{FILE}.safetensors.index.json", write=save)
+    for number in (1, 2):
+        file = path / f"{FILE}-0000{number}-of-00002.safetensors"
+        save(load_file(file) | {Q: THEIRS[Q] + number}, file)
+    return path
+
+
+def write_bytes(content, path):
+    path.write_bytes(content)
 
 
 def without(name, tensors):
@@ -175,6 +192,21 @@ REFUSED = {
         lambda path: folder(path, THEIRS | {Q.replace("weight", "weight_scale"): torch.ones(2, 2)}),
         "in blocks, which is not supported",
     ),
+    "of another type": (lambda path: folder(path, THEIRS, num_layers=2.0), r"num_layers=2\.0 has another type"),
+    "a text for a number": (lambda path: folder(path, THEIRS, eps="1e-6"), "eps='1e-6' is not a valid setting"),
+    "a text for numbers": (lambda path: folder(path, THEIRS, patch_size="122"), "patch_size='122' is not a valid"),
+    "whole numbers": (lambda path: folder(path, THEIRS | {Q: THEIRS[Q].to(torch.int8)}), f"{Q} holds torch.int8"),
+    "yes and no": (lambda path: folder(path, THEIRS | {Q: THEIRS[Q] > 0}), f"{Q} holds torch.bool"),
+    "complex numbers": (pickled(Q, lambda tensor: tensor.to(torch.complex64)), f"{Q} holds torch.complex64"),
+    "sparse": (pickled(Q, torch.Tensor.to_sparse), f"{Q} is a sparse or quantised tensor, or without values"),
+    "without values": (pickled(Q, lambda tensor: tensor.to("meta")), f"{Q} is a sparse .* without values"),
+    "in two shards": (in_two_shards, f"both .*00001-of.* and .*00002-of.* hold the tensor {Q}"),
+    "pointer of Git LFS": (
+        lambda path: folder(path, b"version https://git-lfs.github.com/spec/v1\n", write=write_bytes), "git lfs pull",
+    ),
+    "web page": (
+        lambda path: folder(path, b"<!DOCTYPE html>", file=f"{FILE}.bin", write=write_bytes), "is a web page",
+    ),
     "several networks": (
         lambda path: one(path, prefixed("student.", RELEASED) | prefixed("teacher.", AVERAGED)),
         r"holds several networks, student\., teacher\.",
@@ -190,6 +222,29 @@ def test_what_is_wrong_with_a_layout_is_said(layout, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         open_published(write(tmp_path / "theirs"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("low", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_parts_of_several_dtypes_keep_their_numbers(part, low, tmp_path):
+    """Three of their matrices are one of ours."""
+    name = f"blocks.0.self_attn.{part}.weight"
+    tensors = RELEASED | {name: RELEASED[name].to(low)}
+    found = open_published(one(tmp_path / "theirs", tensors)).tensors
+    meant = open_published(one(tmp_path / "meant", tensors | {name: tensors[name].float()})).tensors
+    write_safetensors(tmp_path / "ours.safetensors", found)
+    written = load_file(tmp_path / "ours.safetensors")
+    assert all(torch.equal(written[ours], meant.read(ours)) for ours in OURS)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [
+    (float("nan"), None), (float("inf"), None), (1e5, torch.float16), (-1e39, torch.float32),
+])  # fmt: skip
+def test_numbers_that_do_not_fit_are_not_written(value, dtype, tmp_path):
+    tensors = {"weight": torch.tensor([0.0, value], dtype=torch.float64)}
+    with pytest.raises(UserError, match="weight has numbers that .* cannot hold, or is damaged"):
+        write_safetensors(tmp_path / "ours.safetensors", from_state_dict(tensors), dtype)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("ending", ["scale_weight", "weight_scale"])

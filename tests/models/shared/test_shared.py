@@ -1,19 +1,26 @@
 import argparse
+import contextlib
 import errno
 import fcntl
 import io
 import os
 import pty
 import re
+import resource
+import shlex
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from megadit.models.shared.cli import command
 from megadit.models.shared.cli.command import CommandParser, run_command
@@ -27,6 +34,7 @@ from megadit.models.shared.files import (
     read_json,
     write_json,
 )
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.progress import Progress, duration
 
 
@@ -153,6 +161,16 @@ def test_of_two_writers_of_one_directory_the_last_one_stays(tmp_path, monkeypatc
     with atomic_directory(target) as temporary:
         (temporary / "ours").touch()
     assert [path.name for path in target.iterdir()] == ["ours"] and os.listdir(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/name", "gs://bucket/name.mp4", "hf://owner/name", "file:///tmp/name"])
+def test_nothing_is_written_under_the_name_of_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for write in (atomic_path, atomic_directory, lambda place: FolderLock(place, "trains")):
+        for place in (url, Path(url)):  # which has one slash
+            with pytest.raises(UserError, match=" is a URL: write to a folder of this machine"), write(place):
+                pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
@@ -289,12 +307,64 @@ def interrupt(argv):
     raise KeyboardInterrupt
 
 
+def limited_to(num_bytes, write):
+    """Writes where no file may be larger."""
+    before, signalled = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signalled)
+
+
+CLOSED = """
+import os, sys
+from megadit.models.shared.cli.command import run_command
+def write(argv):
+    with open("file", "w") as file:
+        print("said")
+        print("warned", file=sys.stderr)
+        os.write(1, b"said by a library")
+        print("kept", file=file)
+raise SystemExit(run_command(write, [], is_run=len(sys.argv) > 1))
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["is_run"]])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_fault_and_take_nothing_of_a_file(closed, arguments, tmp_path):
+    words = shlex.join([sys.executable, "-c", CLOSED, *arguments])
+    assert subprocess.run(["sh", "-c", f"{words} {closed}"], cwd=tmp_path, capture_output=True).returncode == 0
+    assert (tmp_path / "file").read_text() == "kept\n"
+
+
+def test_a_folder_that_is_gone_is_no_place_to_be_in(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run_command(lambda argv: None, []) == 2
+    assert capsys.readouterr().err.startswith("error: the current folder was removed; change to another")
+
+
 def test_run_command_gives_exit_codes_and_one_line(capsys):
     assert run_command(lambda argv: None, []) == 0
     assert run_command(lambda argv: 3, []) == 3
     assert run_command(fail_as_user, ["x"]) == 2
     assert run_command(interrupt, []) == 130
     assert capsys.readouterr().err.splitlines() == ["error: bad value ['x']", "interrupted"]
+
+
+@given(st.text())
+@example("a\nb\x1b[31m\x07\u202egnp.exe\ud800")
+def test_an_error_is_one_line_that_commands_no_terminal(text):
+    def fail(argv):
+        raise UserError(text)
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert run_command(fail, []) == 2
+    line = said.getvalue().removesuffix("\n")
+    assert line.startswith("error: ") and line.isprintable()
 
 
 def test_commands_leave_no_gaps_in_a_gpu_s_memory(monkeypatch):
@@ -323,6 +393,7 @@ def test_run_command_never_hides_a_fault_of_ours():
         (lambda file: (file / "a").mkdir(), "file/a cannot be used: Not a directory; give another path"),
         (lambda file: file.mkdir(), "file cannot be used: File exists; give another path"),
         (lambda file: file.parent.open("w"), "cannot be used: Is a directory; give another path"),
+        (lambda file: limited_to(1, lambda: file.write_bytes(bytes(2))), "File too large; raise the limit"),
         (lambda file: open("/dev/full", "w", buffering=1).write("a\n"), " left on the disk of "),
     ],
 )

@@ -35,6 +35,27 @@ def test_a_form_of_one_line_is_read_only_where_it_has_few_fields(visit, text):
         assert visit().post("/v1/adapters", content=text, headers={"content-type": kind}).status_code == 415
 
 
+@pytest.mark.parametrize("fields", ["prompt prompt", "prompt seed prompt", "prompt keyframe[3] keyframe[3]"])
+def test_a_field_of_a_form_is_given_once(visit, fields):
+    """Which of two prompts is made, is not the gateway's to choose."""
+    *others, twice = fields.split()
+    parts = [(name, (None, str(number))) for number, name in enumerate([*others, twice])]
+    line = "&".join(f"{name}={number}" for name, (_, number) in parts)
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    for body in ({"files": parts}, {"content": line, "headers": kind}):
+        answer = visit().post("/v1/videos", **body)
+        assert (
+            answer.status_code == 400 and answer.json()["error"]["message"] == f"{twice!r} is given twice; give it once"
+        )
+
+
+@pytest.mark.parametrize("text", [b"prompt=%ff", b"prompt=caf%E9", b"prompt=a%C3"])
+def test_a_form_of_one_line_is_utf8(visit, text):
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    assert visit().post("/v1/videos", content=text, headers=kind).status_code == 400
+    assert visit().post("/v1/videos", content=b"prompt=caf%C3%A9", headers=kind).json()["prompt"] == "café"
+
+
 @pytest.mark.parametrize("charset", ["punycode", '"IDNA"', "utf-7", "utf-8; charset=zip", "utf-16"])
 def test_a_form_in_parts_is_read_in_utf8_alone(visit, charset):
     """Ninety kilobytes of punycode take .2 s of the event loop, ten times as many a hundred times as long."""

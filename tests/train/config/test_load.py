@@ -29,6 +29,15 @@ def write(path, text: str):
     return path
 
 
+@pytest.mark.parametrize("overrides", [["train=3", "train.seed=1"], ["train.seed=1", "train={train_iters: 9}"],
+                                       ["data.path=a", "data.path.b=1"]])  # fmt: skip
+def test_no_override_undoes_another(overrides):
+    """OmegaConf would keep the last of them alone, and train with defaults in place of the others."""
+    for given in (overrides, overrides[::-1]):
+        with pytest.raises(UserError, match="cannot both be set"):
+            resolve_config("digits", overrides=given)
+
+
 def test_later_wins(tmp_path):
     file = write(tmp_path / "run.yaml", "train: {train_iters: 7, seed: 8}\noptimizer: {lr: 0.5}")
     run = resolve_config("digits", config_file=file, overrides=["train.seed=9"])

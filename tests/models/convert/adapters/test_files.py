@@ -387,6 +387,23 @@ def test_hostile_files(tmp_path):
             read_adapter(tmp_path / name, COSMOS)
 
 
+OTHER_FILES = {
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "Git LFS.*git lfs pull"),
+    "zip": (b"PK\3\4" + bytes(range(99)), "is a zip file, as torch.save writes"),
+    "pickle": (b"\x80\2}q\0(X\1\0\0\0aq\1", "is a pickle"),
+    "gguf": (b"GGUF\3\0\0\0\1" + bytes(99), "GGUF"),
+    "page": (b"<!DOCTYPE html><html>404", "web page.*download"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_another_file_of_that_name_is_called_what_it_is(kind, tmp_path):
+    content, message = OTHER_FILES[kind]
+    (tmp_path / "adapter.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_adapter(tmp_path / "adapter.safetensors", COSMOS)
+
+
 def test_another_network(tmp_path):
     write_adapter(tmp_path / "folder", random_adapter(COSMOS))
     with pytest.raises(UserError, match="of family cosmos, not megadit"):

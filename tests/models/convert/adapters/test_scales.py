@@ -145,6 +145,14 @@ def test_peft_computes_the_same_from_its_folder_and_from_its_file(settings, tmp_
     assert distance(outputs[0], their_output(network)) <= 1e-5
 
 
+def test_settings_of_a_dora_need_its_magnitudes(tmp_path):
+    save_file(stripped(tmp_path), tmp_path / "adapter_model.safetensors")
+    for name, text in beside(r=RANK, lora_alpha=6, use_dora=True).items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match="missing: magnitude of "):
+        read_adapter(tmp_path, COSMOS)
+
+
 def test_the_file_in_a_folder_of_ours_belongs_to_its_weights(tmp_path):
     write_adapter(tmp_path / "ours", random_adapter(COSMOS))
     file = tmp_path / "ours" / "adapter_model.safetensors"
@@ -155,7 +163,8 @@ def test_the_file_in_a_folder_of_ours_belongs_to_its_weights(tmp_path):
 
 @pytest.mark.parametrize("prefix", [
     "", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.", "transformer._orig_mod.",
-    "base_model.model._orig_mod.",
+    "base_model.model._orig_mod.", "module.", "base_model.model.module.", "transformer._fsdp_wrapped_module.", "model.",
+    "dit.", "base_model.model.net.",
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["", ".default", ".style"])
 def test_prefixes_and_names_of_adapters(prefix, name, tmp_path):

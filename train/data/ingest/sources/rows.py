@@ -53,7 +53,7 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
             f"{path} cannot be read: it is not {error.encoding.upper()}; --caption_encoding cp1252 reads what Windows "
             "wrote"
         ) from None
-    except (OSError, csv.Error) as error:
+    except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
@@ -81,14 +81,24 @@ def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
 
 def _csv_rows(file: io.TextIOWrapper, path: str, separators: str) -> Iterator[dict[str, Any]]:
     lines = lines_of(file, path)
-    header = next(lines, "")
+    header = next(filter(str.strip, lines), "")
     delimiter = max(separators, key=lambda each: _likelihood(header, each))
-    rows = csv.DictReader(chain([header], lines), restkey=REST, delimiter=delimiter)
-    last = (rows.fieldnames or [None])[-1]
-    for row in rows:
-        if REST in row and last in caption_columns(tuple(rows.fieldnames)):  # commas of a caption without quotes
-            row[last] = rows.reader.dialect.delimiter.join([row[last], *row.pop(REST)])
-        yield row
+    # strict: else a quote that is not closed takes in all rows after it
+    rows = csv.DictReader(chain([header], lines), restkey=REST, delimiter=delimiter, strict=True)
+    names, first = tuple(rows.fieldnames or ()), 2
+    try:
+        for name in (*caption_columns(names), *file_columns(names)):
+            if names.count(name) > 1:
+                raise UserError(f"{path} has {names.count(name)} columns {name!r}; rename all but one")
+        for row in rows:
+            if REST in row and caption_columns(names) == names[-1:]:  # commas of a caption without quotes
+                row[names[-1]] = delimiter.join([row[names[-1]], *row.pop(REST)])
+            yield row
+            first = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path} cannot be read: in the row of line {first}: {error}; close each quote, and double those inside"
+        ) from None
 
 
 def _likelihood(header: str, separator: str) -> tuple[bool, int]:

@@ -194,6 +194,8 @@ class _Lister:
                 inside = inside and name.startswith(table.base)
         if asked:
             check_columns(asked, columns, f"{table.name} has")
+        if not columns and must_be_one:
+            raise UserError(f"{table.path} has no rows below its header; write one for each file, or remove the table")
         if not has_captions and must_be_one:
             raise UserError(_lacks(table, "captions", CAPTION_COLUMNS, columns))
         self._mark(table.name, READ)
@@ -333,7 +335,7 @@ def _with_messages(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[s
 
 def _lacks(table: Table, what: str, names: Iterable[str], row: Iterable[str]) -> str:
     found = ", ".join(str(each) for each in row if each != REST)
-    return f"{table.path} has no column of {what}; name it one of {', '.join(names)}; it has {ascii(found)[1:201]}"
+    return f"{table.path} has no column of {what}; name it one of {', '.join(names)}; it has {ascii(found)[1:-1][:200]}"
 
 
 def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, ...], float | None]:

@@ -27,7 +27,8 @@ from megadit.train.dataset.places import is_url
 SOURCE_MEDIA = "source_media"
 """Folder of a data set in which `megadit prepare --source_media` stores source media."""
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-GZIP = b"\x1f\x8b"
+UNPACKED_BY = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
+"""First bytes of a compressed file -> the program that unpacks it."""
 FIELDS = frozenset(
     "input output source target original edited before after image img video clip caption captions text txt prompt "
     "label jpg jpeg png webp mp4 mov mkv webm avi gif".split()
@@ -49,7 +50,8 @@ def list_webdataset(root: str | Path, kind: Kind | None = None, *, reading: Read
         raise UserError(f"{root} holds no tar files{why and f': {why}'}")
     list_shards(shards, kind, reading=reading, listing=listing)
     if not listing.sources:
-        raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s to use: {listing.why_empty()}")
+        why = listing.why_empty()
+        raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s to use{why and f': {why}'}")
     return listing.sorted()
 
 
@@ -61,7 +63,7 @@ def _shards(root: str | Path, reading: Reading, listing: Listing) -> dict[str, s
     folder = open_folder(root, follow_links=reading.follow_links)
     if folder is None:
         return {}
-    names = [name for name in folder.names() if name.endswith(".tar")]
+    names = [name for name in folder.names() if name.lower().endswith(".tar")]
     if INFO_FILE in folder:  # a data set of ours: what it was made from, where it is kept
         names = [name for name in names if name.startswith(f"{SOURCE_MEDIA}/")] or names
     else:
@@ -188,8 +190,9 @@ def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.
     try:
         with open_file(path) as file:
             length = file_size(file)
-            if file.read(2) == GZIP:
-                listing.skip(shard, "compressed tar file (unpack it: gunzip)", "it is gzip, whatever its name says")
+            head = file.read(6)
+            if program := next((program for magic, program in UNPACKED_BY.items() if head.startswith(magic)), None):
+                listing.skip(shard, f"compressed tar file (unpack it: {program})", "whatever its name says")
                 return
             file.seek(0)
             tar = UntrustedTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)

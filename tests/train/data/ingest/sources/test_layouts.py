@@ -1,5 +1,6 @@
 """Captions of every kind, encoding and layout: each is its own file's, or the file is left out for a true reason."""
 
+import csv
 import io
 import json
 import tarfile
@@ -8,6 +9,8 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from PIL import Image
 
 from megadit.infer.decoding.rules import UnusableSourceError
@@ -16,6 +19,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.decode import read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.sources.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.sources.rows import read_table
 from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.ingest.sources.webdataset import list_webdataset
 
@@ -60,6 +64,10 @@ BESIDE = {
     "texts in json": ({"a.json": ["a cat", "a red cat"]}, ("a cat", "a red cat")),
     "by language": ({"a.json": {"caption": {"fr": "un chat", "en": "a cat"}}}, ("a cat",)),
     "by length": ({"a.json": {"caption": {"short": "a cat", "long": "a red cat"}}}, ("a cat", "a red cat")),
+    "messages": (
+        {"a.json": {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]}},
+        ("a cat",),
+    ),
     "no name": ({"a.json": {"name": "IMG_0042.png", "description": "a cat"}}, ("a cat",)),
     "other column": ({"a.json": {"caption_score": 0.5, "negative_prompt": "dog", "caption_long": "a cat"}}, ("a cat",)),
     "boxes": ({"a.json": [{"label": "dog"}]}, ()),
@@ -135,6 +143,7 @@ def test_what_cannot_be_read_is_left_out_and_not_kept_without_a_caption(tmp_path
 
 
 TABLES = {
+    "blank lines": {"metadata.csv": "\r\n\nfile_name,text\na.png,a cat\n\nb.png,a dog\n"},
     "imagefolder": {"metadata.csv": "file_name,text\na.png,a cat\nb.png,a dog\n"},
     "excel": {"metadata.csv": "\ufefffile_name;text\r\na.png;a cat\r\nb.png;a dog\r\n"},
     "capitals": {"metadata.csv": "File_Name, Text\na.png,a cat\nb.png,a dog\n"},
@@ -209,6 +218,46 @@ def test_commas_of_a_caption_need_no_quotes_where_it_is_last(tmp_path):
     listing = list_folder(tmp_path, "image")
     assert [source.name for source in listing.sources] == ["a.png"]
     assert {skip.reason for skip in listing.skips} == {"missing file"}
+
+
+BROKEN_TABLES = {
+    "not closed": ('file_name,text\na.png,a cat\nb.png,"a dog\nc.png,a cow\n', "row of line 3: .*close each quote"),
+    "not doubled": ('file_name,text\na.png,"a "big, red" cat"\nb.png,a dog\n', "row of line 2: .*double those inside"),
+    "backslashes": ('file_name;text\na.png;"a \\"red\\" cat"\n', "row of line 2: .*double those inside"),
+    "tabs": ('file_name\ttext\na.png\tcat\nb.png\t"Hi" says a dog\n', "row of line 3: .*close each quote"),
+    "column twice": ("file_name,text,text\na.png,a cat,a dog\n", "has 2 columns 'text'; rename"),
+    "file twice": ("image,image,text\na.png,b.png,a dog\n", "has 2 columns 'image'; rename"),
+    "no rows": ("file_name,text\n", "has no rows"),
+    "empty": ("", "has no rows"),
+    "no header": ("a.png,a cat\nb.png,a dog\n", "no column of files; .* it has a.png, a cat$"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN_TABLES.values(), ids=BROKEN_TABLES)
+def test_a_broken_table_gives_no_file_another_caption(tmp_path, content, message):
+    write(tmp_path, A | B | {"metadata.csv": content})
+    with pytest.raises(UserError, match=message):
+        list_folder(tmp_path, "image")
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
+TEXTS = st.lists(TEXT.filter(str.strip), min_size=1)
+
+
+@given(TEXTS, st.sampled_from([str, json.dumps, lambda texts: str(np.array(texts, object))]))
+@example(["a cat", "it's a 'dog'", 'a "red" [cow], '], str)
+def test_a_list_that_a_table_stores_as_text_is_its_texts(texts, stored):
+    assert captions_in({"caption": stored(texts)}) == tuple(dict.fromkeys(text.strip() for text in texts))
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), TEXTS.map(" ".join), min_size=1), st.sampled_from(",;\t|"),
+       st.sampled_from(["\n", "\r\n"]), st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))  # fmt: skip
+def test_every_csv_that_is_whole_comes_back(tmp_path_factory, texts, separator, end, quoting):
+    path = tmp_path_factory.mktemp("csv") / "metadata.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, delimiter=separator, lineterminator=end, quoting=quoting)
+        rows.writerows([("file_name", "text"), *texts.items()])
+    assert {row["file_name"]: row["text"] for row in read_table(str(path))} == texts
 
 
 def test_splits_are_kept_apart(tmp_path):
@@ -339,11 +388,49 @@ def test_members_of_a_tar_file(tmp_path, members, wanted, others):
     assert found == others
 
 
+def archive(*names: str) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for name in names:
+            for suffix, data in ((".png", PICTURE), (".txt", f"a {name}".encode())):
+                info = tarfile.TarInfo(name + suffix)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("padding", [0, 1, 18, 2000])
+def test_joined_tar_files_are_read_to_the_last(padding, tmp_path):
+    (tmp_path / "S.TAR").write_bytes(archive("cat") + bytes(512 * padding) + archive("dog") + archive("cow", "hen"))
+    listing = list_webdataset(tmp_path)
+    assert sorted(source.caption for source in listing.sources) == ["a cat", "a cow", "a dog", "a hen"]
+    assert not listing.skips
+
+
+@given(st.integers(0, 3), st.integers(0, 511), st.integers(1, 255))
+@example(2, 0, 1)
+def test_a_damaged_header_of_a_tar_file_is_told(tmp_path_factory, number, byte, change):
+    """One that is changed where the sum of its bytes does not see it, in its padding, is none."""
+    content = bytearray(archive("cat", "dog"))
+    content[1024 * number + byte] ^= change
+    path = tmp_path_factory.mktemp("tar") / "s.tar"
+    path.write_bytes(content)
+    try:
+        listing = list_webdataset(path)
+    except UserError as error:
+        assert "broken tar file" in str(error)
+    else:
+        assert len(listing.sources) + len(listing.skips) >= 2
+
+
+COMPRESSED = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz"}
+
+
 def test_a_compressed_tar_file_says_so(tmp_path):
-    for name in ("a.tar.gz", "b.tar"):
-        with tarfile.open(tmp_path / name, "w:gz"):
+    for name, kind, program in (("a.tar.gz", "gz", "gunzip"), *(("b.tar", *each) for each in COMPRESSED.items())):
+        with tarfile.open(tmp_path / name, f"w:{kind}"):
             pass
-        with pytest.raises(UserError, match=r"compressed tar file \(unpack it: gunzip\)"):
+        with pytest.raises(UserError, match=rf"compressed tar file \(unpack it: {program}\)"):
             list_webdataset(tmp_path)
         (tmp_path / name).unlink()
 

@@ -1,0 +1,48 @@
+"""Files of prompts, as editors and programs write them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megadit.infer.generate.outputs import output_paths
+from megadit.infer.generate.specs import prompt_lines
+from megadit.models.shared.errors import UserError
+
+PROMPT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1).filter(
+    lambda text: text.strip() == text and not text.startswith(("#", "\ufeff"))
+)
+
+
+@given(
+    st.lists(PROMPT, min_size=1),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    st.sampled_from(["txt", "jsonl", "json"]),
+)
+def test_each_prompt_is_a_line_in_any_encoding(tmp_path_factory, prompts, end, encoding, suffix):
+    """Of separators of lines in Unicode, such as U+2028, prompts and JSON may hold all but those of files."""
+    path = tmp_path_factory.mktemp("prompts") / f"prompts.{suffix}"
+    written = {
+        "txt": end.join(prompts),
+        "jsonl": end.join(json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts),
+        "json": json.dumps(prompts, ensure_ascii=False, indent=1),
+    }[suffix]
+    path.write_bytes(written.encode(encoding))
+    assert [line["prompt"] for line in prompt_lines(str(path))] == prompts
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '["a", NaN]', '["a"', '[{"prompt": "a", "seed": 1e999}]'])
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_what_is_no_json_is_one_line(content, suffix, tmp_path):
+    (tmp_path / f"prompts.{suffix}").write_text(content)
+    with pytest.raises(UserError, match="prompts.json.* (is not valid JSON|has more than 100 lists)"):
+        prompt_lines(str(tmp_path / f"prompts.{suffix}"))
+
+
+def test_a_url_is_no_folder_to_write_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="s3://bucket/a.mp4 is a URL"):
+        output_paths("s3://bucket/a.mp4", [])
+    assert not list(tmp_path.iterdir())
