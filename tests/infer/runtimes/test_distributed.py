@@ -172,8 +172,9 @@ def test_a_rank_that_stands_still_takes_no_large_message_for_ever(bundle_dir, pi
 
 def test_a_rank_that_stands_still_in_its_answer_is_lost(bundle_dir, pipeline, monkeypatch, capfd):
     """An answer larger than what a socket holds: a part of it has come."""
-    monkeypatch.setattr(ranked_module, "PATIENCE", 4.0)
+    monkeypatch.setattr(ranked_module, "PATIENCE", 4.0)  # within a message
     ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=DevicePlacement(devices=("cpu",)))
+    monkeypatch.setattr(ranked_module, "PATIENCE", 60.0)  # until one comes
     large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
     expected, rank, wait = pipeline(PROMPTS[:1], **large), last_rank(ranked), ranked_module.wait
 
