@@ -37,7 +37,7 @@ MISTAKES = {
     f"{TRAIN} train.train_iters=many": "train.train_iters='many' is str, expected int",
     f"{TRAIN} learning_rate": "cannot read 'learning_rate'; write section.key=value",
     f"{TRAIN} model=dit": "model holds several keys and cannot be set to 'dit'; set one of them",
-    f"{TRAIN} train=dit": "train holds several keys and cannot be set to 'dit'; set one of them",
+    f"{TRAIN} train=dit": "train holds several keys and cannot be set to 'dit' beside train.output_dir; set one",
     f"{TRAIN} train.precision=fp8": "train.precision='fp8' is unknown; choose one of fp32, bf16, fp16",
     f"{TRAIN} optimizer.optimizer=adam": "did you mean 'adamw'?",
     f"{TRAIN} optimizer.lr=-1": "optimizer.lr=-1 must be greater than 0",

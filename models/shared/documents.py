@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 24
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects."""
 
-_OTHER_FILES = {
+OTHER_FILES = {
     b"version ": "a pointer of Git LFS, not the file itself; get it by git lfs pull",
     b"<": "a web page, not weights; download the file again",
     b"GGUF": "a quantised GGUF file; give the original safetensors",
@@ -89,7 +89,7 @@ def check_yaml(text: str | bytes, where: str) -> None:
 def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) -> None:
     """Raises UserError if a safetensors file, which begins with `head`, has a longer JSON header, or is none at all."""
     if (length := int.from_bytes(head[:8], "little")) > max_bytes:
-        if found := next((kind for magic, kind in _OTHER_FILES.items() if head.startswith(magic)), None):
+        if found := next((kind for magic, kind in OTHER_FILES.items() if head.startswith(magic)), None):
             raise UserError(f"{where} is {found}")
         check_size(length, f"the header of {where}", max_bytes)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadit.models.shared.documents import OTHER_FILES
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_source import (
     Stored,
@@ -47,7 +48,8 @@ def open_tensor_file(path: Path) -> TensorSource:
     """
     with path.open("rb") as file:
         head = file.read(9)
-    if path.suffix == ".safetensors" or not head.startswith(TORCH_MAGIC):
+    is_known = head[8:] == b"{" or head.startswith(tuple(OTHER_FILES))  # safetensors under another name, or told apart
+    if path.suffix == ".safetensors" or (is_known and not head.startswith(TORCH_MAGIC)):
         return open_safetensors(path)
     values = load_pickled(path)
     while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):

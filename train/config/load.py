@@ -255,10 +255,10 @@ def _parse_overrides(overrides: list[str]) -> DictConfig:
             raise UserError(f"cannot read {override!r}; write section.key=value, such as train.train_iters=100")
         if key[0] in "+~":
             raise UserError(f"{override!r} would add or delete a key; write section.key=value to set a known one")
-    keys = [override.partition("=")[0] for override in overrides]
-    for key in keys:
-        if inner := next((other for other in keys if other.startswith(f"{key}.")), None):
-            raise UserError(f"{inner} and {key} cannot both be set: each would undo the other")
+    values = dict(override.split("=", 1) for override in overrides)
+    for key, value in values.items():
+        if inner := next((other for other in values if other.startswith(f"{key}.")), None):
+            raise UserError(f"{key} holds several keys and cannot be set to {value!r} beside {inner}; set one of them")
     try:
         return OmegaConf.from_dotlist(overrides)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
