@@ -226,6 +226,14 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
     return parse_json(read_limited(path, max_bytes), str(path), max_bytes=max_bytes, is_finite=is_finite)
 
 
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """The JSON object in a file; raises as `read_json`, and for any other value."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds {type(values).__name__}, not a JSON object; get the file again")
+    return values
+
+
 def read_yaml(path: str | os.PathLike) -> Any:
     """The contents of a YAML file, within the limits of `parse_yaml`; raises as `read_json`."""
     return parse_yaml(read_limited(path), str(path))
