@@ -17,6 +17,7 @@ from megadit.infer.decoding.video import open_video
 
 _PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"Pf",
              b"qoif", b"\xff\x0a", b"\xff\x4f\xff\x51", b"\0\0\0\x0cJXL ", b"\0\0\0\x0cjP  ")  # fmt: skip
+_STREAMS_OF_PICTURES = (".mjpeg", ".mjpg")
 _BRANDS = (b"avif", b"heic", b"heix", b"mif1")
 ROUNDED_TO = 0.001
 """Seconds; times may have been rounded this much before they were written to the container."""
@@ -83,7 +84,8 @@ def read_all(
     """
     head = file.read(HEAD_BYTES)
     file.seek(0)
-    if is_picture(head):
+    is_stream = str(getattr(file, "name", "")).lower().endswith(_STREAMS_OF_PICTURES)  # begins as a JPEG does
+    if is_picture(head) and not is_stream:
         image = read_picture(file, rules, formats, lambda width, height: check(1, height, width, 0.0))
         return np.asarray(image)[None], 0.0
     with open_video(file, rules, containers=containers) as video:

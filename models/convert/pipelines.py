@@ -9,7 +9,7 @@ from typing import Any
 
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.files import read_object, write_json
 from megadit.models.storage import components as parts
 from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, QwenVLTextEncoder, T5TextEncoder, TextEncoder
 from megadit.models.text_encoders.image_encoder import ImageEncoder
@@ -74,7 +74,7 @@ def write_pipeline(
 
 
 def _class_of(config: Path) -> str:
-    return read_json(config)["_class_name"]
+    return read_object(config)["_class_name"]
 
 
 def _other_components(kind: str, config: NetworkConfig) -> dict[str, Any]:

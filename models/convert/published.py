@@ -16,7 +16,7 @@ from megadit.models.convert.schedulers import read_scheduler
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.networks.registry import build_without_memory
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_json, read_object
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.storage.weight_files import open_weights, weight_files
 from megadit.models.storage.weights import config_from_dict, config_to_dict
@@ -150,7 +150,7 @@ def open_published(path: Path) -> Published:
         if (path / low).is_dir():
             return _experts(path, open_published(path / high), open_published(path / low))
     if (path / "model_index.json").is_file():
-        index = read_json(path / "model_index.json")
+        index = read_object(path / "model_index.json")
         published = open_published(path / next((name for name in FOLDERS.values() if name in index), "transformer"))
         config = published.config
         if index.get("expand_timesteps"):  # Wan 2.2: a first frame has its own noise level
@@ -181,7 +181,7 @@ def _experts(path: Path, high: Published, low: Published) -> Published:
     """Two experts of one configuration, as in Wan 2.2's 14B."""
     if high.config != low.config:
         raise UserError(f"the two networks of {path} differ in their configurations; only their weights may")
-    index = read_json(path / "model_index.json") if (path / "model_index.json").is_file() else {}
+    index = read_object(path / "model_index.json") if (path / "model_index.json").is_file() else {}
     boundary = index.get("boundary_ratio") or wan.BOUNDARY[high.config.conditioning_mode]
     if not isinstance(boundary, float) or not 0 < boundary < 1:
         raise UserError(f"{path / 'model_index.json'}: boundary_ratio={boundary!r:.60} must lie between 0 and 1")
@@ -276,7 +276,7 @@ def transformers_type(path: Path) -> str | None:
 def _from_transformers(path: Path, kind: str) -> Published:
     known = TRANSFORMERS[kind]
     known.pixels_of(path)  # raises for unsupported pixel ranges
-    values, source = read_json(path / "config.json"), _open(path, OF_TRANSFORMERS, f"pytorch_{OF_TRANSFORMERS}")
+    values, source = read_object(path / "config.json"), _open(path, OF_TRANSFORMERS, f"pytorch_{OF_TRANSFORMERS}")
 
     def read(values: Mapping[str, Any]) -> tuple[DiTConfig, Any]:
         config = known.config_from_transformers(values, source.shapes)

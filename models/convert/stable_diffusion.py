@@ -12,7 +12,7 @@ from megadit.models.configs.unet import DIFFUSERS_CLASS, FIXED, USUAL, UNetConfi
 from megadit.models.convert.tensor_map import Entry, rename
 from megadit.models.diffusion.ddpm import BETAS, DDPM_STEPS
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_object
 from megadit.models.storage.weights import network_shapes
 
 FOLDER = "unet"
@@ -65,7 +65,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     for needed in (scheduler, vae):
         if not needed.is_file():
             raise UserError(f"{path} is a {DIFFUSERS_CLASS} without {needed}, which belongs to it: give its pipeline")
-    values = read_json(scheduler)
+    values = read_object(scheduler)
     for name, only in NOISE_SCHEDULE.items():
         if values.get(name) != only:
             raise UserError(f"{scheduler}: {name}={values.get(name)!r:.60} is not supported; it must be {only}")
@@ -78,7 +78,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     predicts = values.get("prediction_type", "epsilon")
     if predicts not in PREDICTIONS:
         raise UserError(f"{scheduler}: prediction_type={predicts!r:.60} is not one of {', '.join(PREDICTIONS)}")
-    widths = read_json(vae).get("block_out_channels") or ()
+    widths = read_object(vae).get("block_out_channels") or ()
     return {"prediction": PREDICTIONS[predicts], "pixels_per_latent": 2 ** (len(widths) - 1)}
 
 

@@ -35,6 +35,8 @@ _SHORT = 4
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
 _BETWEEN = re.compile(r"\[[\s,]*\]")
+_UNSEEN = frozenset("Cc Cf Zs Zl Zp".split())
+"""Unicode's categories of characters that are not seen."""
 _SAYS_CAPTION = frozenset("caption captions text texts prompt prompts description descriptions".split())
 _QUALIFIES_CAPTION = frozenset(
     "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
@@ -176,8 +178,13 @@ def _texts_of_string(text: str) -> list[str]:
             except (ValueError, SyntaxError):
                 continue
             if isinstance(values, list) and all(isinstance(each, str) for each in values):
-                return [each.strip() for each in values if each.strip()]
-    return [text] if text else []
+                return [each.strip() for each in values if not is_blank(each)]
+    return [] if is_blank(text) else [text]
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text can be seen: blanks, control characters and those without a width."""
+    return all(unicodedata.category(each) in _UNSEEN for each in text)
 
 
 def parse_json_list(text: str) -> Any:

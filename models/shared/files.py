@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megadit.models.shared.cli.signals import cleaning_up
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 
@@ -94,7 +95,7 @@ def _name(error: OSError, path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary name to write a file under; renames it to `path` on success, removes it on any error.
+    """Yields a temporary name to write a file under; renames it to `path` on success, removes it on errors and signals.
 
     Raises:
         UserError: for a URL.
@@ -102,19 +103,20 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     check_local(path)
     path = Path(path)
     temporary = _temporary_sibling(path)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        _name(error, path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+    with cleaning_up():
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        except OSError as error:
+            _name(error, path)
+            raise
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields an empty temporary directory that becomes `path` on success and is removed on any error.
+    """Yields an empty temporary directory that becomes `path` on success and is removed on any error or signal.
 
     A directory already at `path` is replaced once the new one is complete.
 
@@ -126,25 +128,26 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; give the name of a directory")
     temporary, replaced = _temporary_sibling(path), _temporary_sibling(path)
-    temporary.mkdir()
-    try:
-        yield temporary
-        is_there = False
-        while not is_there:
-            with suppress(FileNotFoundError):
-                os.replace(path, replaced)
-            is_there = _took_place(temporary, path)
-            if not is_there:  # another process's has become `path` meanwhile: it is replaced, too
-                shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException as error:
-        if isinstance(error, OSError):
-            _name(error, path)
-        if replaced.exists() and not path.exists():
-            os.replace(replaced, path)
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+    with cleaning_up():
+        temporary.mkdir()
+        try:
+            yield temporary
+            is_there = False
+            while not is_there:
+                with suppress(FileNotFoundError):
+                    os.replace(path, replaced)
+                is_there = _took_place(temporary, path)
+                if not is_there:  # another process's has become `path` meanwhile: it is replaced, too
+                    shutil.rmtree(replaced, ignore_errors=True)
+        except BaseException as error:
+            if isinstance(error, OSError):
+                _name(error, path)
+            if replaced.exists() and not path.exists():
+                os.replace(replaced, path)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _took_place(temporary: Path, path: Path) -> bool:
@@ -221,6 +224,14 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
         UserError: if the file is missing, cannot be read, is not JSON or exceeds the limits.
     """
     return parse_json(read_limited(path, max_bytes), str(path), max_bytes=max_bytes, is_finite=is_finite)
+
+
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """The JSON object in a file; raises as `read_json`, and for any other value."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds {type(values).__name__}, not a JSON object; get the file again")
+    return values
 
 
 def read_yaml(path: str | os.PathLike) -> Any:

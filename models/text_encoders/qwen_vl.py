@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_object
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import Encoder
 from megadit.models.text_encoders.base import TextFeatures
@@ -197,7 +197,7 @@ class QwenVLTextEncoder:
         """Depth, width and vocabulary size of the language model, also where config.json nests them."""
         if "architecture" not in self._loaded:
             directory = self._folders[0]
-            values = read_json(directory / "config.json")
+            values = read_object(directory / "config.json")
             if values.get("model_type") != MODEL_TYPE:
                 kind = values.get("model_type")
                 raise UserError(f"{directory} is a model of type {kind!r}, not {MODEL_TYPE}")

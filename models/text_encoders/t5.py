@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megadit.models.machine import free_memory
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_object
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import Encoder, require, transformers_library
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
@@ -252,7 +252,7 @@ class T5TextEncoder:
     def _architecture(self) -> dict[str, Any]:
         if "architecture" not in self._loaded:
             directory = self._folders[0]
-            values = read_json(directory / "config.json") if directory.is_dir() else self._sizes(directory)
+            values = read_object(directory / "config.json") if directory.is_dir() else self._sizes(directory)
             if values.get("model_type") not in NETWORKS:
                 raise UserError(
                     f"{directory} is a model of type {values.get('model_type')!r}, not one of {', '.join(NETWORKS)}"

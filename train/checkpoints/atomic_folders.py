@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megadit.train.checkpoints.writer import sync
 
+DISK_FULL = "the disk is full"
 UNFINISHED = ".unfinished"
 """Suffix of a checkpoint that is being written or deleted; a starting run removes leftovers."""
 
@@ -38,8 +39,8 @@ def reason_of(error: Exception, folder: Path) -> str:
         cause = causes.pop(0)
         cause = cause[0] if isinstance(cause, tuple) else cause  # torch wraps (exception, traceback)
         if isinstance(cause, OSError):
-            return "the disk is full" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else str(cause.strerror or cause)
+            return DISK_FULL if cause.errno in (errno.ENOSPC, errno.EDQUOT) else str(cause.strerror or cause)
         causes += [nested for nested in (cause.__cause__, cause.__context__) if nested is not None]
     if shutil.disk_usage(folder).free < 2**20:  # torch's writer only notes that its file is too short
-        return "the disk is full"
+        return DISK_FULL
     return str(error).strip().splitlines()[-1]

@@ -41,7 +41,7 @@ from megadit.models.megatron.integrity import DamagedCheckpointError, checksums,
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.memory import memory_in_words
-from megadit.train.checkpoints.atomic_folders import UNFINISHED, delete, publish, reason_of, unfinished_name
+from megadit.train.checkpoints.atomic_folders import DISK_FULL, UNFINISHED, delete, publish, reason_of, unfinished_name
 from megadit.train.checkpoints.fixed_settings import check_fixed, fixed_settings
 from megadit.train.checkpoints.mirror import SecondCopy, outdated
 from megadit.train.checkpoints.tensors import TrainedTensors
@@ -331,11 +331,12 @@ class CheckpointStore:
             return
         if self._groups.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
-        kept = named_checkpoints(self.root)[-1:]
+        kept, reason = named_checkpoints(self.root)[-1:], next(filter(None, problems))
+        remedy = f"Free some space ({_space_left(self.root, kept)})" if reason == DISK_FULL else "Correct this"
         raise UserError(
             f"{unfinished.name.removesuffix(UNFINISHED)} could not be written to {self.root} "
-            f"({next(filter(None, problems))}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
-            f"Free some space ({_space_left(self.root, kept)}) and run the same command to continue"
+            f"({reason}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
+            f"{remedy} and run the same command to continue"
         )
 
     # ------------------------------------------------------------------------------------------------ describing

@@ -221,7 +221,8 @@ def _read_config_file(path: str | Path) -> DictConfig:
     if not Path(path).is_file():
         shipped = Path(__file__).parents[1] / "conf" / Path(path).name
         hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"
-        raise UserError(f"config file {path} does not exist; {hint}")
+        trouble = "is not a file" if Path(path).exists() else "does not exist"
+        raise UserError(f"config file {path} {trouble}; {hint}")
     content = read_limited(path)
     kind = "TOML" if Path(path).suffix == ".toml" else "YAML"
     try:

@@ -46,6 +46,8 @@ def main(options: NewOptions) -> int:
     out = options.out or Path("runs") / (Path(options.source.rstrip("/")).name or "new")
     if not can_be_folder(out):
         raise UserError(f"--out={out} cannot be a folder: there is a file of that name; give another")
+    if out.resolve() == Path(options.source).resolve():  # what the run makes would be among what it reads
+        raise UserError(f"--out={out} is the folder of the sources; give another")
     proposal = propose(seen, machine, data=str(out / "data"), out=str(out / "train"), minutes=options.minutes)
     commands = _commands(options, out, seen, machine, proposal)
     _print_proposal(options, seen, machine, proposal)

@@ -25,6 +25,7 @@ OF_PATHS = {
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
     **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or get permission for this one"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another path"),
+    errno.EMFILE: "raise the limit of this shell (ulimit -n)",
     errno.EFBIG: "raise the limit of this shell (ulimit -f)",
 }
 """Error number of a failed file creation -> remedy."""
@@ -166,6 +167,10 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
             raise
         # what is still buffered would fail again at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):  # with which consoles of rich end the process
+            raise
         return 141
     except (OSError, RuntimeError) as error:
         if debug or not (message := _system_message(error)):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,28 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
             signal.signal(number, handler)
     if came:
         raise StoppedError(came[0])
+
+
+@contextmanager
+def cleaning_up() -> Iterator[None]:
+    """Within the block, signals to end that would end this process at once raise SystemExit, so that `finally` blocks
+    run; forked processes still end at once."""
+    ours, is_main = os.getpid(), threading.current_thread() is threading.main_thread()
+    numbers = [number for number in ending_signals() if is_main and signal.getsignal(number) == signal.SIG_DFL]
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() == ours:
+            raise SystemExit(128 + number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def python_module(module: str, *arguments: str) -> list[str]:

@@ -91,6 +91,7 @@ CONTAINERS = [
     video("mpeg1.m1v", "mpeg1video", format="mpeg1video"),
     video("raw.y4m", "wrapped_avframe", format="yuv4mpegpipe"), video("raw.avi", "rawvideo"),
     video("mjpeg.avi", "mjpeg", "yuvj420p"), video("mjpeg.mov", "mjpeg", "yuvj420p"),
+    video("mjpeg.mjpeg", "mjpeg", "yuvj420p", format="mjpeg", rate=25, fps=25),
     video("prores.mov", "prores_ks", "yuv422p10le"), video("qtrle.mov", "qtrle", "rgb24"),
     video("png.mov", "png", "rgb24"), video("ffv1.mkv", "ffv1"), video("ffv1.nut", "ffv1"),
     video("huffyuv.avi", "huffyuv", "yuv422p"), video("utvideo.avi", "utvideo", "yuv420p"),

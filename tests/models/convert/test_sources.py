@@ -22,7 +22,7 @@ from megadit.models.convert.written import write_original
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_source import from_state_dict, open_safetensors, write_safetensors
-from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.text_encoders import HashedWordEncoder, T5TextEncoder
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from tests.stable_diffusion import random_vae
 
@@ -129,6 +129,18 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, monkeypatch):
         open_published(tmp_path / "other.pt")
     with pytest.raises(UserError, match="is no published checkpoint: expected"):
         open_published(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["null", "[]", "3"])
+def test_settings_that_are_no_object_are_named(tmp_path, value):
+    readers = {
+        "model_index.json": open_published,
+        "config.json": lambda folder: T5TextEncoder(model=str(folder)).dim,
+    }
+    for name, read in readers.items():
+        (tmp_path / name).write_text(value)
+        with pytest.raises(UserError, match=rf"{name} holds \w+, not a JSON object"):
+            read(tmp_path)
 
 
 def test_parts_that_do_not_fit_name_both_sides(tmp_path, capsys):

@@ -173,6 +173,20 @@ def test_nothing_is_written_under_the_name_of_a_url(url, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("write", [atomic_path, atomic_directory])
+def test_a_signal_to_end_leaves_nothing_half_written(tmp_path, write, number):
+    with pytest.raises(SystemExit) as ended, write(tmp_path / "made") as temporary:
+        (temporary / "file" if temporary.is_dir() else temporary).touch()
+        if not (forked := os.fork()):
+            signal.raise_signal(number)  # a worker ends as it did
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(forked, 0)[1]) == number
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number and not list(tmp_path.iterdir())
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"), atomic_directory(tmp_path / "file"):
@@ -318,6 +332,16 @@ def limited_to(num_bytes, write):
         signal.signal(signal.SIGXFSZ, signalled)
 
 
+def out_of_files(file):
+    """Opens a file where no more may be open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        file.open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 CLOSED = """
 import os, sys
 from megadit.models.shared.cli.command import run_command
@@ -394,6 +418,7 @@ def test_run_command_never_hides_a_fault_of_ours():
         (lambda file: file.mkdir(), "file cannot be used: File exists; give another path"),
         (lambda file: file.parent.open("w"), "cannot be used: Is a directory; give another path"),
         (lambda file: limited_to(1, lambda: file.write_bytes(bytes(2))), "File too large; raise the limit"),
+        (lambda file: out_of_files(file), "file cannot be used: Too many open files; raise the limit"),
         (lambda file: open("/dev/full", "w", buffering=1).write("a\n"), " left on the disk of "),
     ],
 )
@@ -418,12 +443,13 @@ def test_a_folder_needs_a_place_without_files(tmp_path):
     assert found == [True, True, False, False]
 
 
-def test_a_reader_that_leaves_ends_a_command_in_silence():
+@pytest.mark.parametrize("show", ["print", "Console().print"])
+def test_a_reader_that_leaves_ends_a_command_in_silence(show):
     """As in `command | head -1`, with standard output buffered or not."""
     program = (
-        "import sys; from megadit.models.shared.cli.command import run_command;"
+        "import sys; from megadit.models.shared.cli.command import run_command; from rich.console import Console;"
         "sys.stdin.readline();"  # until the reader has left
-        "sys.exit(run_command(lambda argv: print('text'), []))"
+        f"sys.exit(run_command(lambda argv: {show}('text'), []))"
     )
     for unbuffered in ("", "1"):
         command = subprocess.Popen(

@@ -1,16 +1,20 @@
 """What a checkpoint's writer says of a failure."""
 
 import errno
+import os
 import shutil
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.checkpoints.atomic_folders import reason_of
-from megadit.train.checkpoints.checkpoint import _delete_old
+from megadit.train.checkpoints.checkpoint import CheckpointStore, _delete_old
 from megadit.train.checkpoints.fixed_settings import _differ
 
 
@@ -34,6 +38,21 @@ def test_a_full_disk_that_torch_did_not_recognise(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 100, 0))
     assert reason_of(error, tmp_path) == "the disk is full"
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(errno.ENOSPC, "(the disk is full); there is none yet. Free some space"), (errno.EMFILE, "Cor")],
+)
+def test_only_a_full_disk_needs_space(tmp_path, monkeypatch, number, told):
+    monkeypatch.setattr(dist, "all_gather_object", lambda problems, problem: problems.__setitem__(0, problem))
+    store = SimpleNamespace(root=tmp_path, _groups=SimpleNamespace(world_size=1, is_first=True))
+    with (
+        pytest.raises(UserError) as raised,
+        CheckpointStore._all_or_nothing(store, tmp_path / "iter_0000002.unfinished"),
+    ):
+        raise OSError(number, os.strerror(number))
+    assert told in str(raised.value) and ("Free" in told) == ("Free" in str(raised.value))
 
 
 def test_another_failure_is_told_as_it_is(tmp_path):

@@ -121,6 +121,8 @@ def test_a_bad_file_is_explained(tmp_path, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"config file \. is not a file; give the path"):
+        resolve_config("digits", config_file=".")
     with pytest.raises(UserError, match=r"nowhere\.yaml does not exist"):
         resolve_config("digits", config_file=tmp_path / "nowhere.yaml")
 

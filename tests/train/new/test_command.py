@@ -206,6 +206,14 @@ def test_folders_that_give_nothing(make, message, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
 
 
+@pytest.mark.parametrize("folder", list(KINDS)[:1], indirect=True)
+def test_a_run_is_not_written_among_its_sources(folder, capsys):
+    before = sorted(folder.iterdir())
+    assert main([str(folder), "--out", str(folder)]) == 2
+    assert f"--out={folder} is the folder of the sources" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before
+
+
 def seen(height, width, *, fps=24.0, frames=100):
     return Seen(height=height, width=width, fps=fps, frames=frames)
 

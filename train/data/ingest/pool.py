@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from megadit.models.shared.cli.signals import cleaning_up
 from megadit.models.shared.cores import available_cores
 from megadit.train.data.ingest.memory import Memory, Written
 
@@ -130,10 +131,15 @@ class Pool:
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
+        self._signals = cleaning_up()
+        self._signals.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._close()
+        finally:
+            self._signals.__exit__(*error)
 
     def map(
         self, function: Callable[[Item], Result], items: Iterable[Item], lost: Callable[[Item], Result]

@@ -146,6 +146,20 @@ def test_a_map_within_another_may_lose_its_processes():
         assert [frames.max() for _, frames, _ in outer] == [2, 3]
 
 
+def test_a_signal_to_end_leaves_no_process_and_no_semaphore(tmp_path):
+    program = tmp_path / "ended.py"
+    program.write_text(
+        "import os, signal\n"
+        "from functools import partial\n"
+        "from megadit.train.data.ingest.pool import Pool\n"
+        "if __name__ == '__main__':\n"
+        "    with Pool(2) as pool:\n"
+        "        list(pool.map(partial(os.kill, os.getpid()), [int(signal.SIGTERM)], print))\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
+
+
 @pytest.mark.parametrize("moment", ["starting", "working"])
 def test_a_terminals_interrupt_ends_the_workers_without_a_word(tmp_path, moment):
     """Ctrl-C goes to all processes of the terminal at once; who asked says what happened."""

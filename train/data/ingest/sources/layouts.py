@@ -11,6 +11,7 @@
 """
 
 import tomllib
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -141,7 +142,9 @@ class Resolver:
 
     def resolve(self, name: str) -> str | None:
         """The name of the file in the folder; None if there is none, or it is not clear which."""
-        name = self._inner(name)
+        return next(filter(None, map(self._resolve, forms_of(self._inner(name)))), None)
+
+    def _resolve(self, name: str) -> str | None:
         for inner in (self._base + name, name):
             if known := self._folder.known(inner):
                 return known
@@ -176,6 +179,11 @@ class Resolver:
         return _only(each for each in called if not folder or each.rpartition("/")[0].endswith(folder))
 
 
+def forms_of(name: str) -> tuple[str, ...]:
+    """A name as it is written, and with its accents composed and apart: macOS takes them apart in names of files."""
+    return (name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD") if not name.isascii()))
+
+
 def _only(names: Iterable[str]) -> str | None:
     """The first of one."""
     found = list(islice(names, 2))
@@ -194,6 +202,7 @@ def caption_files(folder: Folder, name: str, extensions: Sequence[str] = ()) -> 
     if path.parent.name.lower() in MEDIA_FOLDERS:
         parent = path.parent.parent
         names += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
+    names = [form for each in names for form in forms_of(each)]
     found = [each for each in dict.fromkeys(names) if each in folder]
     if not found:  # .TXT, as some systems write
         upper = [each[: each.rfind(".")] + each[each.rfind(".") :].upper() for each in names]

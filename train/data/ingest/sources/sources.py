@@ -20,6 +20,7 @@ from megadit.models.shared.captions import (
     check_columns,
     decoded,
     file_columns,
+    is_blank,
     score_in,
     texts_of,
 )
@@ -347,7 +348,7 @@ def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, 
     text = decoded(content, reading.caption_encoding).strip()
     if PurePosixPath(name).suffix.lower() != ".json":
         text.encode()
-        return ((text,) if text else ()), None
+        return (() if is_blank(text) else (text,)), None
     values = parse_json(text, "it", is_finite=False) if text else {}
     if isinstance(values, dict):
         columns = tuple(column for column in reading.columns if column in values)

@@ -19,6 +19,7 @@ from megadit.train.data.ingest.plan import Kind, Source
 from megadit.train.data.ingest.sources.files import file_size, open_file, open_folder
 from megadit.train.data.ingest.sources.layouts import SIDE_SUFFIXES
 from megadit.train.data.ingest.sources.listing import Listing, Reading, stamp_of
+from megadit.train.data.ingest.sources.rows import TABLES
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, kinds_of
 from megadit.train.data.ingest.sources.sources import caption_of
 from megadit.train.dataset.dataset_info import INFO_FILE
@@ -172,7 +173,9 @@ def _sorted_members(
                 member.trouble = f"{file}: {error}"
             texts.append(member)
         else:
-            listing.pass_over(f"{shard}/{info.name}", PurePosixPath(file).suffix.lower() or "file without a suffix")
+            suffix = PurePosixPath(file).suffix.lower()
+            remedy = ": unpack tar files with tables" if suffix in TABLES else ""
+            listing.pass_over(f"{shard}/{info.name}", f"{suffix}{remedy}" or "file without a suffix")
     return media, sorted(texts, key=lambda text: not text.info.name.lower().endswith(".json"))
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from unicodedata import normalize
 
 import av
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megadit.infer.decoding.rules import UnusableSourceError
-from megadit.models.shared.captions import caption_columns, captions_in, file_columns, shortened
+from megadit.models.shared.captions import caption_columns, captions_in, file_columns, is_blank, shortened
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.decode import read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
@@ -72,6 +73,8 @@ BESIDE = {
     "other column": ({"a.json": {"caption_score": 0.5, "negative_prompt": "dog", "caption_long": "a cat"}}, ("a cat",)),
     "boxes": ({"a.json": [{"label": "dog"}]}, ()),
     "nothing": ({"a.txt": ""}, ()),
+    "nothing that is seen": ({"a.txt": "\0 \x1b\u200b"}, ()),
+    "nothing that is seen, in json": ({"a.json": {"caption": ["\0\x7f", "a cat"]}}, ("a cat",)),
     "not a number": ({"a.json": '{"caption": NaN}'}, ()),
     "conversation": (
         {"a.json": {"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a cat"}]}},
@@ -178,6 +181,18 @@ def test_tables_and_layouts_of_others(tmp_path, files):
     assert not list_folder(tmp_path, "image").not_used
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_with_accents_are_found_as_macos_writes_them_and_as_others_do(tmp_path, form):
+    other = "NFD" if form == "NFC" else "NFC"
+    write(
+        tmp_path / "table",
+        {normalize(form, "dé/é.png"): PICTURE, "metadata.csv": normalize(other, "file_name,text\ndé/é.png,a cat\n")},
+    )
+    write(tmp_path / "beside", {normalize(form, "é.png"): PICTURE, normalize(other, "é.txt"): "a cat"})
+    for folder in ("table", "beside"):
+        assert list(captions(tmp_path / folder).values()) == [("a cat",)]
+
+
 def test_labels_lie_beside_the_videos(tmp_path):
     write(tmp_path, {"videos/a.mp4": b"", "labels/a.txt": "a cat", "videos/b.mp4": b"", "labels/c.txt": "a dog"})
     assert captions(tmp_path, "video") == {"videos/a.mp4": ("a cat",), "videos/b.mp4": ()}
@@ -241,7 +256,7 @@ def test_a_broken_table_gives_no_file_another_caption(tmp_path, content, message
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
-TEXTS = st.lists(TEXT.filter(str.strip), min_size=1)
+TEXTS = st.lists(TEXT.filter(lambda text: not is_blank(text)), min_size=1)
 
 
 @given(TEXTS, st.sampled_from([str, json.dumps, lambda texts: str(np.array(texts, object))]))
@@ -325,6 +340,7 @@ VIDEOS = {
     "mxf": ("mxf", "mpeg2video"),
     "y4m": ("yuv4mpegpipe", "rawvideo"),
     "m1v": ("mpeg1video", "mpeg1video"),
+    "mjpeg": ("mjpeg", "mjpeg"),
     "clip": ("matroska", "mpeg4"),
 }
 
@@ -333,7 +349,8 @@ VIDEOS = {
 def test_videos_of_other_suffixes_are_read(tmp_path, suffix, made):
     with av.open(tmp_path / f"a.{suffix}", "w", format=made[0]) as container:
         stream = container.add_stream(made[1], rate=25)
-        stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
+        stream.height, stream.width = 96, 128
+        stream.pix_fmt = "yuvj420p" if suffix == "mjpeg" else "yuv420p"
         for number in range(6):
             frame = av.VideoFrame.from_ndarray(np.full((96, 128, 3), 40 * number, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
@@ -365,6 +382,7 @@ MEMBERS = {
     "json without a caption": (["a.png", "a.txt=a cat", "a.json={}"], {"a": "a cat"}, {}),
     "a mark": (["a.png", "a.txt=\ufeffa cat"], {"a": "a cat"}, {}),
     "others": (["a.png", "a.txt=a cat", "a.npy=x", "._a.png"], {"a": "a cat"}, {"a.npy": ".npy", "._a.png": "hidden"}),
+    "a table": (["a.png", "a.txt=a cat", "m.csv=x"], {"a": "a cat"}, {"m.csv": ".csv: unpack tar files with tables"}),
     "by content": (["a.picture", "a.txt=a cat"], {"a": "a cat"}, {}),
 }  # fmt: skip
 
