@@ -28,7 +28,7 @@ from megadit.models.storage.manifest import is_bundle
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 
-HALF_RATE_LENGTH = 830
+SATURATING_LENGTH = 830
 """Tokens of a sample with which a GPU's attention reaches half of its best rate: cuDNN's kernel and FlashAttention-2's,
 forward and backward, at 1,024 and 8,192 tokens on the H100 of `train/BENCHMARKS.md`."""
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
@@ -225,7 +225,7 @@ def attention_efficiency(pack: PackLayout, model: DiTConfig, ring: int) -> float
     """Fraction of a GPU's best rate that self-attention reaches with the samples of a pack, each shared by the ranks of
     a ring, and this size of heads."""
     lengths = [segment.num_tokens / ring for segment in _samples(pack)]
-    of_lengths = sum(n**2 for n in lengths) / sum(n * (n + HALF_RATE_LENGTH) for n in lengths)
+    of_lengths = sum(n**2 for n in lengths) / sum(n * (n + SATURATING_LENGTH) for n in lengths)
     size = model.dim_per_head
     return of_lengths * size / next((padded for padded in HEAD_SIZES if padded >= size), size)
 
