@@ -48,10 +48,8 @@ def open_tensor_file(path: Path) -> TensorSource:
     """
     with path.open("rb") as file:
         head = file.read(9)
-    is_recognised = head[8:] == b"{" or head.startswith(
-        tuple(OTHER_FILES)
-    )  # safetensors under another name, or told apart
-    if path.suffix == ".safetensors" or (is_recognised and not head.startswith(TORCH_MAGIC)):
+    is_safetensors = path.suffix == ".safetensors" or head[8:] == b"{"
+    if is_safetensors or (head.startswith(tuple(OTHER_FILES)) and not head.startswith(TORCH_MAGIC)):
         return open_safetensors(path)
     values = load_pickled(path)
     while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
