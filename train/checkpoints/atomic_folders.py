@@ -43,4 +43,6 @@ def reason_of(error: Exception, folder: Path) -> str:
         causes += [nested for nested in (cause.__cause__, cause.__context__) if nested is not None]
     if shutil.disk_usage(folder).free < 2**20:  # torch's writer only notes that its file is too short
         return DISK_FULL
+    if "unexpected pos" in str(error):  # the same, with room on the disk
+        return "a file was cut off, as by a quota or a limit of this shell (ulimit -f)"
     return str(error).strip().splitlines()[-1]

@@ -16,13 +16,13 @@ ARGUMENTS = (
     *("--recipe", "digits_tiny", "--mock", "train.train_iters=8", "validation.interval=0", "optimizer.lr=0.002"),
     *("checkpoint.save_interval=2", "checkpoint.keep_last=9", "logger.tensorboard=false"),
 )
-WITHOUT_DISK = """
+WITH_A_LIMIT = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 from megadit.train.__main__ import main
 raise SystemExit(main(sys.argv[1:]))
 """
-"""A rank whose large writes fail, as on a full disk."""
+"""A rank whose large writes fail, by a limit of its shell."""
 
 
 def arguments(out, *more):
@@ -71,11 +71,11 @@ def test_nothing_whole_is_no_reason_to_start_anew(cut_short, run_ranks):
     assert len(find_checkpoints(cut_short / "checkpoints")) == 3
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(cut_short, run_ranks):
-    outputs = run_ranks(2, "-c", WITHOUT_DISK, *arguments(cut_short)[2:], code=2)
+def test_a_failed_write_leaves_the_last_good_checkpoint(cut_short, run_ranks):
+    outputs = run_ranks(2, "-c", WITH_A_LIMIT, *arguments(cut_short)[2:], code=2)
     errors = [line for output in outputs for line in output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "iter_0000008 could not be written to" in errors[0]
-    assert "iter_0000006 is kept. Free some space (" in errors[0] and "run the same command to continue" in errors[0]
+    assert "(ulimit -f)); iter_0000006 is kept. Correct this and run the same command to continue" in errors[0]
     left = sorted(path.name for path in (cut_short / "checkpoints").iterdir())
     assert left == ["iter_0000002", "iter_0000004", "iter_0000006"]
     check_checkpoint(cut_short / "checkpoints" / "iter_0000006")
