@@ -34,7 +34,7 @@ def test_a_full_disk_is_called_so_from_any_depth(error, tmp_path):
 
 def test_a_full_disk_that_torch_did_not_recognise(tmp_path, monkeypatch):
     error = CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), None)})
-    assert "unexpected pos" in reason_of(error, tmp_path)
+    assert "ulimit -f" in reason_of(error, tmp_path)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 100, 0))
     assert reason_of(error, tmp_path) == "the disk is full"
