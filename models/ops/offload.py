@@ -9,6 +9,7 @@ Results are those of the same tensors, with their strides, to the bit.
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megadit.models.host_to_device import SideStream, pinned
 from megadit.models.ops import ledger
 
-STREAMS: dict[torch.device, SideStream] = {}
-"""The stream of copies of each GPU."""
+_stream = cache(SideStream)
+"""The stream of copies of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,6 @@ def fetch_before(x: Tensor, memory: HostMemory) -> None:
 def _fetch(memory: HostMemory | None) -> None:
     if memory is not None:
         memory.fetch()
-
-
-def _stream(device: torch.device) -> SideStream:
-    if device not in STREAMS:
-        STREAMS[device] = SideStream(device)
-    return STREAMS[device]
 
 
 def _copy(into: Tensor, out_of: Tensor, device: torch.device) -> None:

@@ -192,7 +192,8 @@ def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Ten
     training.optimizer.zero_grad()
     distill = training.config.train.distill
     num_networks = 1 if distill is None else distill.num_networks_sent
-    with weights_unchanged(training.parts, caches=training.config.train.fp8_weight_cache):
+    train = training.config.train
+    with weights_unchanged(training.parts if train.fp8 != "none" else (), caches=train.fp8_weight_cache):
         losses = run_schedule(training, forward_step, batches, num_networks=num_networks)
     return torch.stack(losses) if losses else torch.zeros(0, 3, device=training.groups.device)
 

@@ -16,14 +16,7 @@ from megadit.train.plan.estimate import estimate_step, seconds_to_launch
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import fp8_weights, spreads_optimizer
-from megadit.train.plan.work import (
-    attention_efficiency,
-    count_trained,
-    num_self_attentions,
-    num_sublayers,
-    typical_pack,
-    work_of,
-)
+from megadit.train.plan.work import count_trained, num_self_attentions, num_sublayers, typical_pack, work_of
 
 PRODUCTS = 0.71
 """Fraction of the data sheet's rate reached by products of some thousand rows and columns."""
@@ -98,7 +91,7 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     # ranks that only exchange heads attend to whole samples; a ring uses the kernel for packs
     kernel = "dense" if has_few_long_groups(pack) and layout.ring == 1 else "varlen"
     attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
-    share = ATTENTION[kernel] * attention_efficiency(pack, config.model, layout.ring)
+    share = ATTENTION[kernel] * work.attention_efficiency
     yield part(f"self-attention ({kernel})", attention * video / (video + text), share)
     if text:
         yield part("cross-attention", attention * text / (video + text), TEXT_ATTENTION)

@@ -15,7 +15,7 @@ from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import offloaded_bytes, spreads_optimizer
-from megadit.train.plan.work import Work, attention_efficiency, count_trained, typical_pack, work_of
+from megadit.train.plan.work import Work, count_trained, work_of
 
 HALF_RATE_WIDTH = 1024
 """Width D / t at which matrix products reach half of their best rate."""
@@ -122,7 +122,7 @@ def _compute_seconds(
     products = products_again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
     attention_rate = rate * calibration.attention * (RING_ATTENTION if layout.ring > 1 else 1)
     if not gpu.is_cpu:
-        attention_rate *= attention_efficiency(typical_pack(config), config.model, layout.ring)
+        attention_rate *= work.attention_efficiency
     attention = (1 + work.recompute_attention / 3) * work.attention_flops / attention_rate
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     return products, attention, elementwise

@@ -126,6 +126,8 @@ class Work:
     linear_share: float
     """Fraction of `linear_flops` that is forward: a third if all weights are trained."""
     attention_flops: float
+    attention_efficiency: float
+    """See `attention_efficiency`."""
     elementwise_bytes: float
     """Bytes through device memory outside matrix products."""
     recompute: float
@@ -166,6 +168,7 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
         linear_flops=linears,
         linear_share=(training_flops(pack, model) * packs / share - own_attention) / 3 / linears,
         attention_flops=attention,
+        attention_efficiency=attention_efficiency(pack, model, layout.ring),
         elementwise_bytes=_bytes_per_number(config)
         * ELEMENTWISE_ACCESSES
         * num_sublayers(model)
