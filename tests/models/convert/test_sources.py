@@ -268,7 +268,7 @@ print((peak_memory(torch.device("cpu")) - before) / 2**20)
 """
 
 
-@pytest.mark.parametrize("megabytes", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [120, pytest.param(2000, marks=pytest.mark.slow)])
 def test_memory_of_a_conversion(tmp_path, megabytes):
     """At most two shards beside what the process needs anyway, of ten."""
     width = 512

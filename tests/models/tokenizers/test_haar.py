@@ -140,15 +140,15 @@ def test_fitted_latents_are_normalised(fitted):
     assert (covariance - covariance.diag().diag()).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("whitening", [0.0, 0.5, 1.0])
-def test_whitening_is_a_power_of_the_standard_deviation(whitening):
+def test_whitening_is_a_power_of_the_standard_deviation():
     videos = moving_squares(32)
     plain = HaarTokenizer.fit([videos], channels=8, whitening=0.0, **SMALL)
-    whitened = HaarTokenizer.fit([videos], channels=8, whitening=whitening, **SMALL)
     std = plain.encode(videos).std(dim=(0, 2, 3, 4))
-    found = whitened.encode(videos).std(dim=(0, 2, 3, 4))
-    torch.testing.assert_close(found / found[0], (std / std[0]) ** (1 - whitening), rtol=1e-3, atol=1e-3)
-    assert whitened.reconstruction_psnr == pytest.approx(plain.reconstruction_psnr, abs=0.02)
+    for whitening in (0.5, 1.0):
+        whitened = HaarTokenizer.fit([videos], channels=8, whitening=whitening, **SMALL)
+        found = whitened.encode(videos).std(dim=(0, 2, 3, 4))
+        torch.testing.assert_close(found / found[0], (std / std[0]) ** (1 - whitening), rtol=1e-3, atol=1e-3)
+        assert whitened.reconstruction_psnr == pytest.approx(plain.reconstruction_psnr, abs=0.02)
 
 
 def test_more_components_reconstruct_better_than_fewer_and_than_the_mean():

@@ -129,7 +129,7 @@ def test_names_are_those_of_the_whole_network(published):
     assert set(diffusers_names(whole.stored).values()) == set(network.state_dict())
 
 
-@pytest.mark.parametrize(("frames", "height", "width"), [(1, 30, 41), (9, 30, 41), (10, 17, 33), (33, 23, 9)])
+@pytest.mark.parametrize(("frames", "height", "width"), [(1, 30, 41), (10, 17, 33)])
 def test_any_clip_comes_back_in_its_size(published, frames, height, width):
     tokenizer = published_tokenizer(published[1])
     assert reconstruct(tokenizer, random_video(frames, height, width)).shape == (1, 3, frames, height, width)
@@ -167,7 +167,7 @@ def test_tiles_bound_memory_and_come_close(published):
     whole = published_tokenizer(published[1])
     tiles = Tiles(side=8, overlap=4, frames=6, context=2)
     tiled = dataclasses.replace(whole, tiles=tiles)
-    latents = whole.encode(random_video(33, 64, 96))
+    latents = whole.encode(random_video(33, 64, 72))
     largest = []
     decode = whole.network.module.decode
     whole.network.module.decode = lambda z, **options: largest.append(z.shape) or decode(z, **options)
