@@ -134,6 +134,11 @@ RULES: tuple[Rule[Any], ...] = (
         ),
     ),
     Rule(
+        needs=lambda config: config.dim_per_head > 0,
+        remedy="model.num_attention_heads={num_attention_heads} exceeds model.hidden_size={hidden_size}; "
+        "set model.head_dim",
+    ),
+    Rule(
         when=lambda config: config.position_embedding == "rope",
         needs=lambda config: config.dim_per_head % 2 == 0 and config.dim_per_head >= 6,
         remedy="rotary positions need an even head width of at least 6, got {dim_per_head} (hidden_size "
