@@ -168,17 +168,17 @@ def test_classes_are_read_exactly_in_half_precision():
     assert not torch.equal(out[0], out[1])
 
 
-@pytest.mark.parametrize("name", ["moviegen", "moviegen of nemo", "st_dit"])
+@pytest.mark.parametrize("name", ["moviegen", "st_dit"])
 def test_a_network_can_learn_one_batch_by_heart(name):
     """From its initial weights, which make it the zero function, to a fraction of the error of that."""
     torch.manual_seed(0)
     dit = initialize_(DiT(FAMILIES[name]), 0)
-    x, target = torch.randn(2, 3, 4, 2, 4, 4)
-    conditioning = Conditioning(torch.randn(3, 2, 2), torch.tensor([2, 1, 0]), torch.tensor([8.0, 0.0, 24.0]))
-    optimizer = torch.optim.AdamW(dit.parameters(), lr=3e-3, weight_decay=0.0)
+    x, target = torch.randn(2, 2, 4, 1, 4, 4)
+    conditioning = Conditioning(torch.randn(2, 2, 2), torch.tensor([2, 0]), torch.tensor([8.0, 0.0]))
+    optimizer = torch.optim.AdamW(dit.parameters(), lr=1e-2, weight_decay=0.0)
     errors = []
-    for _ in range(150):
-        errors.append((dit(x, torch.tensor([-1.0, 0.0, 1.0]), conditioning) - target).square().mean())
+    for _ in range(50):
+        errors.append((dit(x, torch.tensor([-1.0, 1.0]), conditioning) - target).square().mean())
         optimizer.zero_grad()
         errors[-1].backward()
         optimizer.step()

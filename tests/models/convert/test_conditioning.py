@@ -30,7 +30,7 @@ from tests.serve.backend.test_engine import Asker, run
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
-FRAMES, HEIGHT, WIDTH, STEPS = 9, 32, 48, 10
+FRAMES, HEIGHT, WIDTH, STEPS = 9, 32, 48, 5
 PROMPT, NEGATIVE = "a red seven moving left", "a blue robot"
 SIZE = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH}
 

@@ -29,7 +29,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.repository.build import service_info
 from tests.conftest import WORDS
 from tests.models.convert.test_conditioning import frames, pictures, random_cosmos
-from tests.models.convert.test_parity import distance, num_parameters
+from tests.models.convert.test_parity import distance, num_parameters, of_layers
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import save, small_autoencoder, start_noise
 from tests.serve.backend.test_engine import Asker, run
@@ -38,7 +38,7 @@ from tests.serve.media import MP4, PNG
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-PROMPT, NEGATIVE, STEPS, LENGTH = "a red seven moving left", "a blue robot", 10, 512
+PROMPT, NEGATIVE, STEPS, LENGTH = "a red seven moving left", "a blue robot", 5, 512
 SIZE = {"num_frames": 9, "height": 32, "width": 48}
 LAYERS, WIDTH = 3, 16
 TEMPLATE = "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content[0].text }}<|im_end|>\n{% endfor %}"
@@ -292,8 +292,9 @@ COUNTS = {"cosmos2_5_2b": (16, 28, 1_956_413_440), "cosmos2_5_14b": (40, 36, 14_
 def test_whole_sizes_have_as_many_parameters_as_diffusers_networks(name):
     """What reads the states is of our text encoder."""
     num_heads, num_layers, count = COUNTS[name]
-    with torch.device("meta"):
-        theirs = diffusers.CosmosTransformer3DModel(
+
+    def theirs(num_layers):
+        return diffusers.CosmosTransformer3DModel(
             in_channels=17,
             out_channels=16,
             num_attention_heads=num_heads,
@@ -306,11 +307,13 @@ def test_whole_sizes_have_as_many_parameters_as_diffusers_networks(name):
             crossattn_proj_in_channels=STATES,
             encoder_hidden_states_channels=1024,
         )
-    assert replace(NAMED_CONFIGS[name], ffn_hidden_size=theirs.config.num_attention_heads * 512) == (
-        cosmos.config_from_diffusers(theirs.config)
-    )
-    assert num_parameters(NAMED_CONFIGS[name]) == count
-    assert sum(parameter.numel() for parameter in theirs.parameters()) == count + (STATES + 1) * 1024
+
+    config = NAMED_CONFIGS[name]
+    with torch.device("meta"):
+        one = cosmos.config_from_diffusers(theirs(1).config)
+    assert replace(config, ffn_hidden_size=num_heads * 512) == replace(one, num_layers=num_layers)
+    assert num_parameters(config) == count
+    assert of_layers(theirs, config) == count + (STATES + 1) * 1024
 
 
 def test_what_is_missing_is_told(pipeline, tmp_path, capsys):

@@ -29,6 +29,7 @@ from tests.models.convert.test_parity import (
     distance,
     in_random_type,
     num_parameters,
+    of_layers,
     ours_from,
     randomised,
 )
@@ -36,7 +37,7 @@ from tests.models.convert.test_pipelines import Harmless
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
-FRAMES, HEIGHT, WIDTH, STEPS = 9, 32, 48, 10
+FRAMES, HEIGHT, WIDTH, STEPS = 5, 32, 48, 5
 PROMPT, NEGATIVE = "a red seven moving left", "a blue robot"
 
 
@@ -138,13 +139,13 @@ COUNTS = {
 def test_whole_sizes_have_as_many_parameters_as_diffusers_networks(name, count):
     config = NAMED_CONFIGS[name]
     known = wan if config.family == "wan" else cosmos
-    values = known.config_to_diffusers(config)
-    with torch.device("meta"):
-        theirs = getattr(diffusers, known.DIFFUSERS_CLASS).from_config(values)
+    values, theirs = known.config_to_diffusers(config), getattr(diffusers, known.DIFFUSERS_CLASS)
     found = num_parameters(config)
-    assert found == sum(parameter.numel() for parameter in theirs.parameters())
+    assert found == of_layers(lambda num_layers: theirs.from_config(values | {"num_layers": num_layers}), config)
     assert found == count
-    assert dataclasses.replace(known.config_from_diffusers(theirs.config), ffn_hidden_size=config.mlp_size) == (
+    with torch.device("meta"):
+        again = dict(theirs.from_config(values | {"num_layers": 1}).config) | {"num_layers": config.num_layers}
+    assert dataclasses.replace(known.config_from_diffusers(again), ffn_hidden_size=config.mlp_size) == (
         dataclasses.replace(config, ffn_hidden_size=config.mlp_size)
     )
 

@@ -26,7 +26,10 @@ GRID = (2, 3, 4)
 
 
 def count(config, prefix=""):
-    return sum(torch.Size(shape).numel() for name, shape in network_shapes(config).items() if name.startswith(prefix))
+    """Of the parameters with this prefix; all blocks are alike."""
+    shapes = network_shapes(replace(config, num_layers=1))
+    numbers = {name: torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(prefix)}
+    return sum(each * (config.num_layers if name.startswith("blocks.") else 1) for name, each in numbers.items())
 
 
 def as_nemo(config):

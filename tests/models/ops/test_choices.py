@@ -133,7 +133,7 @@ def captioned_packs(count: int) -> list[PackLayout]:
 
 def test_captions_of_any_length_make_few_plans(monkeypatch):
     """cuDNN plans each shape that it meets for the first time, forward and backward, in some 150 ms: on a GPU whose
-    dense attention it computes, 300 packs give it a bounded number of shapes, and none of captions."""
+    dense attention it computes, 200 packs give it a bounded number of shapes, and none of captions."""
     monkeypatch.setattr(attentions, "has_varlen_attention", lambda: True)
     monkeypatch.setattr(attentions, "_has_fast_dense_attention", lambda *of_q: True)
     planned = {False: set(), True: set()}
@@ -143,7 +143,7 @@ def test_captions_of_any_length_make_few_plans(monkeypatch):
         return torch.empty_like(q)
 
     monkeypatch.setattr(attentions, "batch_attention", plan)
-    packs, chosen = captioned_packs(300), []
+    packs, chosen = captioned_packs(200), []
     with FakeTensorMode():
         q, text = torch.empty(SIZES[-1], 1, 1, 8, dtype=torch.bfloat16), torch.empty(4096, 1, 1, 8)
         on_gpu = torch.empty(SIZES[-1], 1, 1, 8, dtype=torch.bfloat16, device="cuda")

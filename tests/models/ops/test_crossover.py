@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,35 +169,34 @@ def test_every_choice_computes_the_same():
         assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True)), "other kernels were called"
 
 
-PROGRAM = """
-import sys, torch
-torch.set_num_threads(1)
-from megadit.infer.runtimes.torch import TorchDenoiser, use_device
-from megadit.infer.sampling.samplers import euler
-from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.conditioning import Conditioning
-from megadit.models.networks.dit import DiT
-from megadit.models.networks.initialize import initialize_
+def sampled(path):
+    """Writes latents of a small network, whose sampling applies the crossovers of this machine."""
+    from megadit.infer.runtimes.torch import TorchDenoiser, use_device
+    from megadit.infer.sampling.samplers import euler
+    from megadit.models.configs.config import DiTConfig
+    from megadit.models.networks.conditioning import Conditioning
+    from megadit.models.networks.dit import DiT
 
-use_device("cpu")
-torch.manual_seed(0)
-dit = initialize_(DiT(DiTConfig(num_layers=2, hidden_size=512, num_attention_heads=8, crossattn_emb_size=8)), 0)
-for parameter in dit.parameters():
-    torch.nn.init.normal_(parameter, std=0.02)
-denoise, sigmas = TorchDenoiser(dit), torch.tensor([80.0, 2.0, 0.0], dtype=torch.float64)
-conditioning = Conditioning(torch.randn(1, 5, 8), torch.tensor([5]), torch.tensor([24.0]))
-noise = 80 * torch.randn(1, dit.config.in_channels, 2, 16, 16)
-torch.save(euler(lambda x, sigma: denoise(x, sigma, conditioning), noise, sigmas), sys.argv[1])
-"""
+    use_device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    dit = DiT(DiTConfig(num_layers=1, hidden_size=512, num_attention_heads=8, crossattn_emb_size=8))
+    for parameter in dit.parameters():
+        torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+    denoise, sigmas = TorchDenoiser(dit), torch.tensor([80.0, 2.0, 0.0], dtype=torch.float64)
+    text = torch.randn(1, 5, 8, generator=generator)
+    conditioning = Conditioning(text, torch.tensor([5]), torch.tensor([24.0]))
+    noise = 80 * torch.randn(1, dit.config.in_channels, 2, 16, 16, generator=generator)
+    torch.save(euler(lambda x, sigma: denoise(x, sigma, conditioning), noise, sigmas), path)
 
 
 def test_fewer_instructions_have_choices_of_their_own_and_sample_the_same(tmp_path):
+    """Those of a process are read as it starts."""
     fewer = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    latents, plain = [], {name: value for name, value in os.environ.items() if name not in fewer}
-    for number, more in enumerate(({}, fewer)):
-        file = tmp_path / f"{number}.pt"
-        subprocess.run([sys.executable, "-c", PROGRAM, file], env=plain | more, check=True)
-        latents.append(torch.load(file))
+    files, root = [tmp_path / "all.pt", tmp_path / "fewer.pt"], Path(__file__).parents[3]
+    sampled(files[0])
+    command = [sys.executable, "-c", f"from tests.models.ops.test_crossover import sampled; sampled({str(files[1])!r})"]
+    subprocess.run(command, cwd=root, env=os.environ | fewer, check=True)
     kept = json.loads((tmp_path / "megadit" / "variants.json").read_text())
     assert len(kept) == 2 and all(sizes.keys() == CROSSOVERS.keys() for sizes in kept.values())
-    assert (latents[0] - latents[1]).abs().max() < 1e-4 * latents[0].abs().max() and latents[0].std() > 0.1
+    one, other = map(torch.load, files)
+    assert (one - other).abs().max() < 1e-4 * one.abs().max() and one.std() > 0.1

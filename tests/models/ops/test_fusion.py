@@ -7,7 +7,6 @@ import random
 import warnings
 from collections import Counter
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -120,19 +119,18 @@ def test_packs_of_every_kind_are_drawn():
     assert {len(x.groups) > 1 for x in packs} == {len(x.segments) > 1 for x in packs} == {True, False}
 
 
-@pytest.mark.costs("compiles about twenty graphs, and runs five hundred packs and batches through a network")
-def test_five_hundred_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
+def test_a_hundred_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
     dit, chance = network(), random.Random(0)
     for _ in range(2):
         run_pack(dit, chance)
     after_two_steps = Counter(made)
-    for _ in range(200):
+    for _ in range(40):
         run_pack(dit, chance)
     assert made == after_two_steps, "a run compiles nothing after its second step"
-    for _ in range(100):
+    for _ in range(20):
         run_pack(dit, chance, is_training=False)
     assert made == after_two_steps, "nor in its validation"
-    for _ in range(200):
+    for _ in range(40):
         run_batch(dit, chance)
     assert made and max(made.values()) <= MOST, made
     assert len({chain[:2] for chain in made}) == 7
@@ -145,9 +143,10 @@ def test_packs_of_one_segment_would_be_more_kinds(made, monkeypatch):
         run_pack(dit, chance)
     after_two_steps = Counter(made)
     for _ in range(10):
-        run_pack(dit, chance)
         run_pack(dit, chance, is_training=False)
-    assert made != after_two_steps
+        if made != after_two_steps:
+            return
+    pytest.fail("no other kind was met")
 
 
 def test_the_optimizer_is_one_kind_for_each_form_of_its_weights(made):
@@ -233,7 +232,7 @@ def numbers(row_S, *, is_rms):
 
 def test_chains_compile_whole_and_stay_what_they_are(monkeypatch):
     """As on a GPU; the compiled operations still run one by one."""
-    cases = list(product(ROWS, (False, True)))
+    cases = list(zip(ROWS, (False, True), strict=True))
     plain = [numbers(row_S, is_rms=is_rms) for row_S, is_rms in cases]
     monkeypatch.setattr(fusion, "COMPILED_ON", {"cpu"})
     monkeypatch.setattr(fusion, "BACKEND", "aot_eager")

@@ -25,12 +25,13 @@ def found():
     return generated.generated(generated.chains)
 
 
-@pytest.mark.costs("inductor writes seven kernels, of tensors of the size that 7B has")
+@pytest.mark.slow
 def test_chains_move_little_more_than_they_must(found):
     assert len(found) == 9
     assert {chain.name: chain.ratio for chain in found if not 1 <= chain.ratio <= MOST} == {}
 
 
+@pytest.mark.slow
 def test_a_chain_is_one_kernel_and_what_adds_its_parts_up(found):
     """Whatever else there is moves no more than a tenth of the first."""
     for chain in found:
@@ -43,6 +44,7 @@ def test_sinusoids_are_one_kernel():
     assert {chain.name: len(chain.kernels) for chain in of_level} == {"embeddings._sinusoids": 1}
 
 
+@pytest.mark.slow
 def test_the_width_is_a_constant_and_nothing_else(found):
     compiled = [chain for chain in found if "async_compile.triton" in chain.source]
     assert len(compiled) == 7
@@ -55,17 +57,20 @@ def test_the_width_is_a_constant_and_nothing_else(found):
 LIMIT_OF_INT32 = re.compile(r"[^<>=]+ <= (s\d+ \+ )?21474835\d\d|[^<>=]+ <= (s\d+ \+ )?2147483647")
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_anew_for_other_sizes(found):
     """But where an index no longer fits into 32 bits."""
     others = [guard for chain in found for guard in chain.guards if not LIMIT_OF_INT32.fullmatch(guard)]
     assert others == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the document's figures are of torch 2.13")
 def test_the_document_has_these_figures(found):
     assert "\n".join(generated.table(found)) in DOCUMENT.read_text(), "python tests/gpu/generated.py prints the table"
 
 
+@pytest.mark.slow
 def test_without_the_options_a_product_goes_through_memory(monkeypatch):
     """Negative control: as it was, by inductor's own thresholds."""
     monkeypatch.setattr(fusion, "OPTIONS", {})

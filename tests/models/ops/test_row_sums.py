@@ -1,9 +1,5 @@
-"""Kernels of our own in Triton: run by its interpreter on a CPU, and compiled for GPUs, which needs none."""
+"""Kernels of our own in Triton, run by its interpreter on a CPU; test_compiled_kernels.py compiles them."""
 
-import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from unittest import mock
 
@@ -124,51 +120,3 @@ def test_runs_are_of_one_row_and_not_too_long():
     runs = [row_S[first:stop] for first, stop in pairwise(starts)]
     assert all(len(run) <= LONGEST_RUN and len(run.unique()) == 1 for run in runs)
     assert len(runs) == 7, "5, 3 that are given, 32 of 35 and the rest, 2 that are given, 3, padding"
-
-
-PROGRAM = """
-import json, re, subprocess, triton
-from pathlib import Path
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import triton.language as tl
-from megadit.models.ops import cast_transpose, row_sums
-
-POINTERS = {"scale_ptr": "*fp32", "plain_ptr": "*fp8e4nv", "turned_ptr": "*fp8e4nv", "mean_ptr": "*fp32",
-            "root_inverse_ptr": "*fp32", "sums_ptr": "*fp32", "row_ptr": "*i64",
-            "row_of_run_ptr": "*i64", "starts_ptr": "*i32"}
-found = {}
-for name, constants in (("_norm_backward", {"IS_RMS": False, "BLOCK": 4096}), ("_gate_backward", {"BLOCK": 1024}),
-                        ("_sum_runs", {"RUNS": 16, "BLOCK": 1024}),
-                        ("_cast", {"BOTH": True, "CODE": tl.float8e4nv, "ROWS": 128, "COLUMNS": 64})):
-    kernel = getattr(row_sums, name, None) or getattr(cast_transpose, name)
-    types = {n: POINTERS.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
-    sizes = ("width", "gate_stride", "gain_stride", "num_rows", "num_columns")
-    aligned = [n for n, (name_, type) in enumerate(types.items()) if type[0] == "*" or name_ in sizes]
-    attributes = {(n,): [["tt.divisibility", 16]] for n in aligned}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
-    warps = row_sums.num_warps(4096) if "norm" in name else 4
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    for capability in 90, 100, 120:
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-        Path("kernel.cubin").write_bytes(made.asm["cubin"])
-        usage = subprocess.run([tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True).stdout
-        kept = {what: int(re.search(rf"{what}:([0-9]+)", usage)[1]) for what in ("REG", "STACK", "LOCAL")}
-        found[f"{name} sm_{capability}"] = kept
-print(json.dumps(found))
-"""
-
-
-def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
-    """For the width of 7B, to machine code that keeps in registers what it computes with; of 128, two programs of eight
-    warps fit on a multiprocessor."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    kernels = ("_norm_backward", "_gate_backward", "_sum_runs", "_cast")
-    assert found.keys() == {f"{name} sm_{capability}" for name in kernels for capability in (90, 100, 120)}
-    assert all(0 < of["REG"] <= 128 and of["STACK"] == of["LOCAL"] == 0 for of in found.values()), found

@@ -1,6 +1,7 @@
 """How much of an adapter is added: every place where a file, its header or its folder says it, or that nothing does."""
 
 import json
+from itertools import cycle
 
 import pytest
 import torch
@@ -24,11 +25,10 @@ RANK, UNSAID = 3, "no alpha is set, so it is the rank"
 Q = "transformer_blocks.0.attn1.to_q"
 
 
-def stripped(tmp_path, *, prefix="base_model.model."):
+def stripped(tmp_path):
     """Tensors of a random adapter as PEFT names them, without anything that says their scale."""
     write_adapter(tmp_path / "ours", random_adapter(COSMOS, rank=RANK))
-    tensors = load_file(tmp_path / "ours" / "adapter_model.safetensors")
-    return {key.replace("base_model.model.", prefix): value for key, value in tensors.items()}
+    return load_file(tmp_path / "ours" / "adapter_model.safetensors")
 
 
 def scale_of(adapter, like):
@@ -161,16 +161,25 @@ def test_the_file_in_a_folder_of_ours_belongs_to_its_weights(tmp_path):
         assert opened.metadata() == {"format": "pt"}, "negative control: the file itself says nothing"
 
 
-@pytest.mark.parametrize("prefix", [
+PREFIXES = (
     "", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.", "transformer._orig_mod.",
     "base_model.model._orig_mod.", "module.", "base_model.model.module.", "transformer._fsdp_wrapped_module.", "model.",
     "dit.", "base_model.model.net.",
-])  # fmt: skip
-@pytest.mark.parametrize("name", ["", ".default", ".style"])
-def test_prefixes_and_names_of_adapters(prefix, name, tmp_path):
-    tensors = stripped(tmp_path, prefix=prefix)
-    save_file({key.replace(".weight", f"{name}.weight"): value for key, value in tensors.items()},
-              tmp_path / "one.safetensors")  # fmt: skip
-    save_file(stripped(tmp_path), tmp_path / "two.safetensors")
-    found, expected = (read_adapter(tmp_path / f"{file}.safetensors", COSMOS) for file in ("one", "two"))
-    assert scale_of(found, expected) == 1
+)  # fmt: skip
+
+
+def test_prefixes_and_names_of_adapters(tmp_path):
+    """Each prefix with one of the names, in turn."""
+    tensors = stripped(tmp_path)
+    expected = read_adapter(tmp_path / "ours", COSMOS).changes
+    for prefix, name in zip(PREFIXES, cycle(("", ".default", ".style", "")), strict=False):
+        renamed = {
+            key.replace("base_model.model.", prefix).replace(".weight", f"{name}.weight"): value
+            for key, value in tensors.items()
+        }
+        save_file(renamed, tmp_path / "renamed.safetensors")
+        found = read_adapter(tmp_path / "renamed.safetensors", COSMOS).changes
+        assert found.keys() == expected.keys(), (prefix, name)
+        for linear, change in found.items():
+            assert torch.equal(change.up_OR, expected[linear].up_OR), (prefix, name, linear)
+            assert torch.equal(change.down_RI, expected[linear].down_RI), (prefix, name, linear)

@@ -117,12 +117,12 @@ def conditions(config, batch=2):
     generator = torch.Generator().manual_seed(5)
     text = torch.randn(batch, 77, config.crossattn_emb_size, generator=generator)
     pooled = torch.randn(batch, 20, generator=generator)
-    x = torch.randn(batch, 4, 1, 16, 16, generator=generator)
+    x = torch.randn(batch, 4, 1, 8, 8, generator=generator)
     return x, Conditioning(text, torch.full((batch,), 77), torch.zeros(batch), pooled_BP=pooled)
 
 
 def by_diffusers(pipeline, x, conditioning, steps):
-    sizes = torch.tensor([[32.0, 32.0, 0.0, 0.0, 32.0, 32.0]] * len(x))
+    sizes = torch.tensor([[16.0, 16.0, 0.0, 0.0, 16.0, 16.0]] * len(x))
     added = {"text_embeds": conditioning.pooled_BP, "time_ids": sizes}
     return pipeline.unet(x[:, :, 0], steps, conditioning.text_BLE, added_cond_kwargs=added).sample[:, :, None]
 
@@ -266,24 +266,23 @@ def test_a_file_that_we_write_is_diffusers_own(made, tmp_path):
         read_adapter_of(out, made("1.x")[1])
 
 
-@pytest.mark.parametrize(
-    ("key", "shape"),
-    [
-        ("lora_te_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight", (3, 16)),
-        ("text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight", (3, 16)),
-        ("lora_unet_down_blocks_0_resnets_0_conv1.lora_down.weight", (3, 8, 3, 3)),
-        ("lora_unet_input_blocks_9_1_proj_in.lora_down.weight", (3, 16)),
-    ],
-    ids=["kohya's text encoder", "diffusers' text encoder", "a convolution", "of a deeper network"],
-)
-def test_what_does_not_fit_is_refused_by_name_before_anything_is_loaded(made, tmp_path, key, shape):
+UNFIT = {
+    "kohya's text encoder": ("lora_te_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight", (3, 16)),
+    "diffusers' text encoder": ("text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight", (3, 16)),
+    "a convolution": ("lora_unet_down_blocks_0_resnets_0_conv1.lora_down.weight", (3, 8, 3, 3)),
+    "of a deeper network": ("lora_unet_input_blocks_9_1_proj_in.lora_down.weight", (3, 16)),
+}
+
+
+def test_what_does_not_fit_is_refused_by_name_before_anything_is_loaded(made, tmp_path):
     _, bundle = made("1.x")
-    path = tmp_path / "lora.safetensors"
-    save_file(kohya(bundle) | {key: torch.zeros(shape)}, path)
-    pipeline = TextToVideo.from_pretrained(bundle.path, device="cpu")
-    with pytest.raises(UserError) as refused:
-        pipeline([PROMPT], adapters={str(path): 1.0})
-    assert f"unexpected: {key} {list(shape)}" in str(refused.value)
+    pipeline, tensors = TextToVideo.from_pretrained(bundle.path, device="cpu"), kohya(bundle)
+    for case, (key, shape) in UNFIT.items():
+        path = tmp_path / f"{case}.safetensors"
+        save_file(tensors | {key: torch.zeros(shape)}, path)
+        with pytest.raises(UserError) as refused:
+            pipeline([PROMPT], adapters={str(path): 1.0})
+        assert f"unexpected: {key} {list(shape)}" in str(refused.value), case
 
 
 def test_a_service_asks_whether_a_file_fits(made, tmp_path):
