@@ -22,4 +22,5 @@ def test_a_file_changes_nothing_but_places(path):
             values = None if values is None else values[part]
         return values
 
+    assert ours["data"]["path"]
     assert {key for key in config_keys() if value(ours, key) != value(theirs, key)} <= PLACES

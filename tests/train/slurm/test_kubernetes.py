@@ -19,9 +19,8 @@ EXAMPLE = Path(megadit.train.slurm.__file__).parent / "chain.yaml"
 IMAGE = ("cluster.container.image=lab/megadit:1", "cluster.container.mounts=[runs:/runs,/data:/data:ro]")
 
 KUBECTL = r"""
-import os, re, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
-import yaml
 state, arguments = Path(os.environ["FAKE_KUBERNETES"]), sys.argv[1:]
 with (state / "log").open("a") as log:
     print(*arguments[:3], file=log)
@@ -33,9 +32,10 @@ if (state / "shaky").exists():  # does not answer the first patch of a Job, nor 
         first.touch()
         sys.exit("Unable to connect to the server: net/http: TLS handshake timeout")
 if verb == "apply":
+    import yaml
     *_, job = yaml.safe_load_all(Path(arguments[2]).read_text())
     assert job["spec"]["suspend"]
-    (state / job["metadata"]["name"]).write_text(yaml.safe_dump(job))
+    (state / job["metadata"]["name"]).write_text(json.dumps(job))
 elif verb == "delete":
     for path in state.glob(arguments[2] + "*"):
         path.unlink()
@@ -46,7 +46,7 @@ elif verb == "get":
     else:
         print(outcome.read_text() if outcome.exists() else "", end="")
 elif verb == "patch" and not (state / (arguments[2] + ".outcome")).exists():
-    spec = yaml.safe_load((state / arguments[2]).read_text())["spec"]
+    spec = json.loads((state / arguments[2]).read_text())["spec"]
     command = spec["template"]["spec"]["containers"][0]["command"]
     codes = [subprocess.run(command, env={**os.environ, "JOB_COMPLETION_INDEX": str(index)}).returncode
              for index in range(spec["completions"])]
