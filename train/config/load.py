@@ -180,18 +180,6 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def to_plain_values(config: RunConfig) -> dict[str, Any]:
-    """The whole configuration as nested dictionaries and lists."""
-    return _listed(dataclasses.asdict(config))
-
-
-def _listed(value: Any) -> Any:
-    """`value` with lists in place of tuples."""
-    if isinstance(value, dict):
-        return {name: _listed(item) for name, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 @cache
 def config_keys(config_class: type = RunConfig, prefix: str = "") -> tuple[str, ...]:
     """The dotted names of all values, such as `optimizer.lr`."""

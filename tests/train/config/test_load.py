@@ -101,6 +101,7 @@ def test_a_bad_override_is_explained_in_one_line(override, message):
         ("data.mock_latent_shapes=[[1,4,4]]", lambda run: run.data.mock_latent_shapes, ((1, 4, 4),)),
         ("data.path=/a/b=c", lambda run: run.data.path, "/a/b=c"),
         ("train.seed=${train.train_iters}", lambda run: run.train.seed, load_recipe("digits").train.train_iters),
+        ("train.seed=${data.seq_length}", lambda run: run.train.seed, load_recipe("digits").data.seq_length),
         ("validation.prompts=['a red seven, moving']", lambda run: run.validation.prompts, ("a red seven, moving",)),
     ],
 )

@@ -111,10 +111,13 @@ def test_training_is_kept_and_repeated_for_another_tokenizer(tmp_path, monkeypat
 
 
 def test_a_training_is_reproducible():
-    first, again, other = (
-        classifier.train_reader(torch.clone, seed=seed, num_clips=20, num_steps=3, show_progress=False)
-        for seed in (0, 0, 1)
-    )
+    """Whatever was drawn before."""
+
+    def train(seed, before):
+        torch.manual_seed(before)
+        return classifier.train_reader(torch.clone, seed=seed, num_clips=20, num_steps=3, show_progress=False)
+
+    first, again, other = train(0, before=1), train(0, before=2), train(1, before=1)
     assert torch.equal(first.network[0].weight, again.network[0].weight)
     assert not torch.equal(first.network[0].weight, other.network[0].weight)
 
