@@ -218,7 +218,7 @@ def predict(measurement: Measurement, calibration: Calibration) -> float:
 
 @cache
 def _setup(measurement: Measurement) -> tuple[RunConfig, Layout, Gpu]:
-    """What was measured, and on what; a fit asks for it a thousand times."""
+    """The run of a measurement, its layout and its hardware."""
     config = load_recipe(measurement.recipe)
     return config, Layout.of(config, measurement.num_gpus), find_gpu(measurement.gpu)
 
