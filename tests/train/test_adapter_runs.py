@@ -22,7 +22,7 @@ from megadit.train.recipes import load_recipe
 from .conftest import distance
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=24, crossattn_emb_size=64)
-STEPS = 24
+STEPS = 8
 COMMAND = (
     *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "train.precision=fp32", "optimizer.optimizer=adamw"),
     *("model.in_channels=24", "model.crossattn_emb_size=64", "optimizer.lr=0.002", "train.adapter.rank=3"),
@@ -31,7 +31,7 @@ COMMAND = (
         "logger.tensorboard=false",
         "ema.sigma_rels=[0.1]",
     ),
-    *("data.global_batch_size=2", "data.text_dropout=0.1", "checkpoint.save_interval=4", f"train.train_iters={STEPS}"),
+    *("data.global_batch_size=2", "data.text_dropout=0.1", "checkpoint.save_interval=2", f"train.train_iters={STEPS}"),
 )
 SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 FSDP = ("parallel.data_parallel=fsdp",)

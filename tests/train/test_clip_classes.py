@@ -79,17 +79,17 @@ def white_clips(count, split, generator):
     return digits.draw_clips(attributes, split, generator), way_B
 
 
-def share_of_directions_learned(prepared, num_steps):
+def share_of_directions_learned(prepared):
     """Of held-out clips, by a small tower trained on clips that are `prepared`."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = build_network(replace(SMALL, num_classes=4))
-    video_BCTHW, way_B = white_clips(1000, "train", generator)
+    video_BCTHW, way_B = white_clips(400, "train", generator)
     video_BCTHW = prepared(video_BCTHW)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
-    for _ in range(num_steps):
-        row_B = torch.randint(len(way_B), (48,), generator=generator)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3)
+    for _ in range(45):
+        row_B = torch.randint(len(way_B), (32,), generator=generator)
         loss = F.cross_entropy(network(video_BCTHW[row_B]), way_B[row_B])
         optimizer.zero_grad()
         loss.backward()
@@ -100,8 +100,8 @@ def share_of_directions_learned(prepared, num_steps):
 
 
 def test_directions_are_learned_of_clips_and_not_of_their_middle_frame():
-    assert share_of_directions_learned(lambda video: video, 70) >= 0.9
-    assert share_of_directions_learned(lambda video: video[:, :, 4:5].expand_as(video), 70) < 0.5
+    assert share_of_directions_learned(lambda video: video) >= 0.8
+    assert share_of_directions_learned(lambda video: video[:, :, 4:5].expand_as(video)) < 0.5
 
 
 def test_a_bundle_is_an_extractor_of_clips(bundle):

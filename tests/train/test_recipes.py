@@ -11,48 +11,49 @@ from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import GIB
 from megadit.train.__main__ import main
-from megadit.train.config.load import config_from_dict, resolve_config
+from megadit.train.config.load import config_from_dict
 from megadit.train.config.rules import check_layout
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
 from megadit.train.recipes import RECIPES, load_recipe
+from megadit.train.recipes.registry import variant
 
 MILLION = 10**6
+RUNS = {name: load_recipe(name) for name in RECIPES}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_bears_its_name_and_says_what_it_needs(name):
-    assert load_recipe(name).recipe == name
-    for heading in ("Command: ", "Hardware: ", "Tokens: ", "Memory: "):
-        assert heading in RECIPES[name].__doc__
+def test_recipes_bear_their_names_and_say_what_they_need():
+    for name, run in RUNS.items():
+        assert run.recipe == name
+        for heading in ("Command: ", "Hardware: ", "Tokens: ", "Memory: "):
+            assert heading in RECIPES[name].__doc__, name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_runs_on_mock_data_alone(name):
-    run = resolve_config(name, overrides=["data.mock=true"])  # its mock samples fit into its packs
-    sizes = run.parallel.sizes
-    assert check_layout(run, sizes.smallest_world) == sizes.smallest_world // sizes.model_parallel_size
+def test_recipes_run_on_mock_data_alone():
+    for name in RECIPES:
+        run = variant(load_recipe(name), data={"mock": True})  # its mock samples fit into its packs
+        sizes = run.parallel.sizes
+        assert check_layout(run, sizes.smallest_world) == sizes.smallest_world // sizes.model_parallel_size, name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_divides_among_the_ranks_of_its_command(name):
-    check_layout(load_recipe(name), ranks_of_command(name))
+def test_recipes_divide_among_the_ranks_of_their_commands():
+    for name, run in RUNS.items():
+        check_layout(run, ranks_of_command(name))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_heads_are_exchanged_where_they_divide(name):
+def test_heads_are_exchanged_where_they_divide():
     """Ranks then attend to whole samples; a ring's kernel is slower."""
-    run = load_recipe(name)
-    sizes = run.parallel.sizes
-    if sizes.context > 1 and run.model.num_attention_heads % (sizes.tensor * sizes.context) == 0:
-        assert run.parallel.context_parallel_comm == "ulysses"
+    for name, run in RUNS.items():
+        sizes = run.parallel.sizes
+        if sizes.context > 1 and run.model.num_attention_heads % (sizes.tensor * sizes.context) == 0:
+            assert run.parallel.context_parallel_comm == "ulysses", name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_memory_of_the_docstring_is_the_planner_s(name):
-    run = load_recipe(name)
-    told = float(re.search(r"Memory: ([\d.]+) GiB", RECIPES[name].__doc__)[1])
-    assert told == pytest.approx(memory_of(run, Layout.of(run, ranks_of_command(name))).total / GIB, rel=0.1)
+def test_memory_of_the_docstring_is_the_planner_s():
+    for name, run in RUNS.items():
+        told = float(re.search(r"Memory: ([\d.]+) GiB", RECIPES[name].__doc__)[1])
+        needed = memory_of(run, Layout.of(run, ranks_of_command(name))).total / GIB
+        assert told == pytest.approx(needed, rel=0.1), name
 
 
 @pytest.mark.parametrize(
@@ -81,12 +82,11 @@ def ranks_of_command(name):
     return int(nodes[1] if nodes else 1) * int(ranks[1] if ranks else 1)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_tokens_of_the_docstring_are_those_of_the_recipe(name):
-    data = load_recipe(name).data
-    text = re.search(r"Tokens: ([\d,.]+)( million)? a step", RECIPES[name].__doc__)
-    told = float(text[1].replace(",", "")) * (MILLION if text[2] else 1)
-    assert told == pytest.approx(data.seq_length * data.global_batch_size, rel=0.05)
+def test_tokens_of_the_docstring_are_those_of_the_recipe():
+    for name, run in RUNS.items():
+        text = re.search(r"Tokens: ([\d,.]+)( million)? a step", RECIPES[name].__doc__)
+        told = float(text[1].replace(",", "")) * (MILLION if text[2] else 1)
+        assert told == pytest.approx(run.data.seq_length * run.data.global_batch_size, rel=0.05), name
 
 
 @pytest.mark.parametrize("name", {recipe.__module__: name for name, recipe in RECIPES.items()}.values())
@@ -152,19 +152,16 @@ CHANGED = {"mock_dit7b_8k": {"family": "nemo"}, "train_mock": {"num_layers": 16,
 """Of the named network."""
 
 
-@pytest.mark.parametrize("name", NEMO)
-def test_nemos_factories_have_their_numbers(name):
-    network, seq_length, micro_batch_size, global_batch_size, layout = NEMO[name]
-    run = load_recipe(name)
-    expected = replace(NAMED_CONFIGS[network], **CHANGED.get(name, {}))
-    assert replace(run.model, experts=ExpertConfig()) == expected
-    data = run.data
-    found = (data.seq_length, data.micro_batch_size, data.global_batch_size)
-    assert found == (seq_length, micro_batch_size, global_batch_size)
-    sizes = run.parallel.sizes
-    expected = {"tensor": 1, "context": 1, "pipeline": 1, "fully_sharded": False} | layout
-    assert {axis: getattr(sizes, axis) for axis in expected} == expected
-    assert sizes.sequence_parallel == (sizes.tensor > 1)
+def test_nemos_factories_have_their_numbers():
+    for name, (network, *numbers, layout) in NEMO.items():
+        run = RUNS[name]
+        expected = replace(NAMED_CONFIGS[network], **CHANGED.get(name, {}))
+        assert replace(run.model, experts=ExpertConfig()) == expected, name
+        data, sizes = run.data, run.parallel.sizes
+        assert [data.seq_length, data.micro_batch_size, data.global_batch_size] == numbers, name
+        expected = {"tensor": 1, "context": 1, "pipeline": 1, "fully_sharded": False} | layout
+        assert {axis: getattr(sizes, axis) for axis in expected} == expected, name
+        assert sizes.sequence_parallel == (sizes.tensor > 1), name
 
 
 def test_numbers_of_experts_and_of_st_dit():
@@ -220,12 +217,3 @@ def test_other_ranks_leave_the_error_to_the_first(monkeypatch, capsys):
 def test_debug_shows_the_traceback():
     with pytest.raises(UserError):
         main(["--recipe", "digts", "--debug"])
-
-
-def test_example_files_are_valid():
-    from importlib.resources import files
-
-    examples = [file for file in (files("megadit.train") / "conf").iterdir() if file.name.endswith(".yaml")]
-    assert len(examples) >= 2
-    for file in examples:
-        assert resolve_config(config_file=str(file)).data.path

@@ -9,7 +9,7 @@ from megadit.models.megatron.checkpoint import find_checkpoints
 
 pytestmark = pytest.mark.slow
 
-STEPS = 60
+STEPS = 26
 ARGUMENTS = (
     *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock"),
     *(f"train.train_iters={STEPS}", "validation.interval=0", "checkpoint.save_interval=7", "logger.tensorboard=false"),
@@ -67,7 +67,7 @@ def test_another_layout_continues_the_run(uninterrupted, run_ranks, tmp_path, re
     assert [line["step"] for line in continued] == list(range(1, STEPS + 1))
     assert start < STEPS - 2, "more than one step: the first hides a wrong state of Adam"
     for line, reference in zip(continued[start:], expected[start:], strict=True):
-        # float32 sums in another order, four steps apart
+        # float32 sums in another order, five steps apart
         assert line["loss"] == pytest.approx(reference["loss"], rel=1e-4)
         assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=5e-3)
 

@@ -12,7 +12,7 @@ another configuration or other `--steps` is refused.
 
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +25,7 @@ from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, differences, read_json, write_json
 from megadit.train.benchmarks.train import run_of
-from megadit.train.config.load import resolve_config, to_plain_values
+from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout
 
 NOT_MEASURED = "not measured"
@@ -82,7 +82,7 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
     record = read_json(file)
     if (record["recipe"], record["machine"]["ranks"]) != (options.recipe, ranks):
         raise UserError(f"{file} has results of {record['recipe']} on {record['machine']['ranks']} ranks; delete it")
-    config = to_plain_values(run_of(options.recipe, None, overrides_of(options, ranks)))
+    config = asdict(run_of(options.recipe, None, overrides_of(options, ranks)))
     asked = json.loads(json.dumps(config | {"steps": options.steps}))
     if not {"config", "steps"} <= record.keys():
         raise UserError(f"{file} does not say with which settings it was measured; delete it")

@@ -25,7 +25,7 @@ from megadit.models.shared.files import write_json
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.progress import Progress
 from megadit.train.benchmarks.step_costs import StepCosts, shares_of, table_of
-from megadit.train.config.load import resolve_config, to_plain_values
+from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
@@ -125,7 +125,7 @@ def _print_costs(
     console.print(f"ops: {describe_variants(variants_run())}", soft_wrap=True, highlight=False)
     console.print(describe_in_words(about), soft_wrap=True)
     if options.json:
-        run = {"config": to_plain_values(config), "steps": options.steps}
+        run = {"config": asdict(config), "steps": options.steps}
         record = {
             "recipe": config.recipe,
             **run,

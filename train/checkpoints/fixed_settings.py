@@ -1,12 +1,12 @@
 """Settings that cannot change when a run is resumed, and their check."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megadit.models.megatron.checkpoint import named_checkpoints, read_state
 from megadit.models.shared.errors import UserError
-from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
 
 FIXED_SETTINGS = (
@@ -19,7 +19,7 @@ FIXED_SETTINGS = (
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Values of `FIXED_SETTINGS` by their dotted names; sections are expanded to their keys."""
-    values, kept = to_plain_values(config), {}
+    values, kept = asdict(config), {}
     for name in FIXED_SETTINGS:
         section, _, field_name = name.partition(".")
         if field_name:

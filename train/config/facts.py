@@ -3,6 +3,7 @@
 import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,9 +29,12 @@ class TooLong(NamedTuple):
     looked_at: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """A configuration and known facts about ranks, machine and data; its sections are attributes (`run.train`)."""
+    """A configuration and known facts about ranks, machine and data; its sections are attributes (`run.train`).
+
+    What several rules ask for is worked out once.
+    """
 
     config: Any
     """The `RunConfig`."""
@@ -48,11 +52,11 @@ class Run:
 
     # -------------------------------------------------------------------------------------------- ranks
 
-    @property
+    @cached_property
     def sizes(self) -> ParallelSizes:
         return self.parallel.sizes
 
-    @property
+    @cached_property
     def division(self) -> Division:
         """Division of the ranks; of the smallest possible number of them while it is not known."""
         ranks = self.sizes.smallest_world if self.world_size is None else self.world_size
@@ -108,7 +112,7 @@ class Run:
 
     # -------------------------------------------------------------------------------------------- data
 
-    @property
+    @cached_property
     def set_sampling(self) -> dict[str, Any]:
         """The settings of `validation.sampling` that are set (not None)."""
         return {name: value for name, value in asdict(self.validation.sampling).items() if value is not None}
@@ -123,7 +127,7 @@ class Run:
         tokens = {shape: math.prod(self.model.sample_grid(*shape)) for shape in self.data.mock_latent_shapes}
         return max(tokens.items(), key=lambda item: item[1])
 
-    @property
+    @cached_property
     def damaged_shards(self) -> dict[Path, list[str]]:
         """Folders of the data set, or of blended data sets, with descriptions of shards of the wrong size."""
         from megadit.train.dataset.dataset_info import folders_of
@@ -132,7 +136,7 @@ class Run:
         found = {folder: damaged_shards(folder) for folder in folders}
         return {folder: damaged for folder, damaged in found.items() if damaged}
 
-    @property
+    @cached_property
     def too_long(self) -> TooLong:
         """Statistics over those latents whose size the network accepts."""
         kept = self.data.max_frames or math.inf

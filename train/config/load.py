@@ -86,14 +86,22 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
         asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
         network = _from_dataset(config, asked) | _from_base(config, asked)
         updates.insert(0, OmegaConf.create({"model": network} if network else {}))
-    merged = _mapping(config)
+    values = dataclasses.asdict(config)
+    merged = OmegaConf.create(_concerned(values, updates))
     OmegaConf.set_struct(merged, True)
-    for name in _named_by_the_user(type(config)):
+    for name in merged.keys() & _named_by_the_user(type(config)):
         OmegaConf.set_struct(merged[name], False)
     for update in updates:
         if update:
             merged = _merge(merged, update, type(config))
-    return _build(type(config), _plain(merged), path="", root=type(config))
+    return _build(type(config), values | _plain(merged), path="", root=type(config))
+
+
+def _concerned(values: dict[str, Any], updates: list[DictConfig]) -> dict[str, Any]:
+    """The sections that `updates` change, all if they refer to others: OmegaConf takes most of the time to make."""
+    asked = [OmegaConf.to_container(update) for update in updates]
+    refers = "${" in str(asked)
+    return {name: value for name, value in values.items() if refers or any(name in update for update in asked)}
 
 
 def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
@@ -169,12 +177,7 @@ def load_config(path: str | Path) -> RunConfig:
 
 def to_yaml(config: Any) -> str:
     """The whole configuration as YAML; `load_config` reads that of a run back."""
-    return OmegaConf.to_yaml(_mapping(config))
-
-
-def to_plain_values(config: RunConfig) -> dict[str, Any]:
-    """The whole configuration as nested dictionaries and lists."""
-    return _plain(_mapping(config))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 @cache
@@ -200,10 +203,6 @@ def _hints(config_class: type) -> dict[str, Any]:
 def _named_by_the_user(config_class: type) -> list[str]:
     """Fields that map user-chosen names to sections."""
     return [name for name, hint in _hints(config_class).items() if get_origin(hint) is dict]
-
-
-def _mapping(config: Any) -> DictConfig:
-    return OmegaConf.create(dataclasses.asdict(config))
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,6 @@ import imageio.v3 as iio
 from megadit.infer.media.video_io import read_video
 from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.files import read_json, write_json
-from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
 from megadit.train.monitoring.curves import AGAIN, CURVES_FILE, END, FOLLOW
 
@@ -149,7 +149,7 @@ class WeightsAndBiases:
             "entity": logger.wandb_entity,
             "name": logger.wandb_exp_name,
             "dir": str(save_dir),
-            "config": to_plain_values(config),
+            "config": asdict(config),
             "id": run_id,
             "resume": "allow",
         }

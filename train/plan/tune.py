@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -211,9 +212,15 @@ PUBLISHED = (
 
 def predict(measurement: Measurement, calibration: Calibration) -> float:
     """Throughput that the planner predicts for the setup of `measurement`."""
-    config, gpu = load_recipe(measurement.recipe), find_gpu(measurement.gpu)
-    layout = Layout.of(config, measurement.num_gpus)
+    config, layout, gpu = _setup(measurement)
     return tokens_per_second(config, layout, estimate_step(config, layout, gpu, calibration).total)
+
+
+@cache
+def _setup(measurement: Measurement) -> tuple[RunConfig, Layout, Gpu]:
+    """The run of a measurement, its layout and its hardware."""
+    config = load_recipe(measurement.recipe)
+    return config, Layout.of(config, measurement.num_gpus), find_gpu(measurement.gpu)
 
 
 def fit(short: Measurement, long: Measurement) -> Calibration:

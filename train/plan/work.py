@@ -10,7 +10,7 @@ tensor-, pipeline-, context- and data-parallel groups.
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -90,6 +90,7 @@ def count_trained(config: RunConfig) -> Parameters:
     return count_parameters(config.model, config.train.adapter)
 
 
+@cache
 def _kind(name: str) -> str:
     if not name.startswith("blocks."):
         return "outside"

@@ -1,6 +1,7 @@
 """`megadit benchmark scaling`: rows that were measured, rows that were not, and what is said of them."""
 
 import json
+from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
@@ -8,12 +9,11 @@ import pytest
 from megadit.train.benchmarks import scaling
 from megadit.train.benchmarks.scaling import NOT_MEASURED, Row, ideal, table_of
 from megadit.train.benchmarks.train import run_of
-from megadit.train.config.load import to_plain_values
 
 
 def write_figures(folder, ranks, seconds, recipe="digits_tiny", steps=10, packs=1, overrides=()):
     measurements = {"samples_per_step": 12.0 * ranks, "seconds": seconds}
-    config = to_plain_values(run_of(recipe, None, [*overrides, f"data.global_batch_size={packs * ranks}"]))
+    config = asdict(run_of(recipe, None, [*overrides, f"data.global_batch_size={packs * ranks}"]))
     record = {
         "recipe": recipe,
         "config": config,

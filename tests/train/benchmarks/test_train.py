@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
+from contextlib import chdir
+from unittest import mock
 
 import pytest
 
@@ -17,28 +17,16 @@ from megadit.train.plan.work import count_parameters, upstream_pack_flops
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(run_ranks, tmp_path_factory):
     """(what the command printed, its JSON, its trace)."""
     folder = tmp_path_factory.mktemp("benchmark")
-    command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", "digits_tiny", "train.num_threads=1"]
-    command += [
-        "--ops",
-        "gated_residual=reference",
-        "--steps",
-        "3",
-        "--warmup",
-        "1",
-        "--json",
-        folder / "figures.json",
-        "--trace",
-        folder / "trace.json",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, cwd=folder, env=os.environ | {"COLUMNS": "150"}
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "megadit.train.benchmarks.train", "--recipe", "digits_tiny", "train.num_threads=1")
+    options = ("--ops", "gated_residual=reference", "--steps", "3", "--warmup", "1")
+    written = ("--json", folder / "figures.json", "--trace", folder / "trace.json")
+    with chdir(folder), mock.patch.dict(os.environ, COLUMNS="150"):
+        (printed,) = run_ranks(1, *command, *options, *written)
     assert {path.name for path in folder.iterdir()} == {"figures.json", "trace.json"}, "it leaves nothing else"
-    return done.stdout, *(json.loads((folder / name).read_text()) for name in ("figures.json", "trace.json"))
+    return printed, *(json.loads((folder / name).read_text()) for name in ("figures.json", "trace.json"))
 
 
 def test_figures_agree_with_each_other(measured):

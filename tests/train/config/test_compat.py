@@ -10,59 +10,59 @@ from megadit.train.config.compat import KEYS, SECTIONS, expand_braces
 from megadit.train.config.load import config_keys, resolve_config
 from megadit.train.recipes import load_recipe
 
+SAME = {
+    "trainer.strategy.tensor_model_parallel_size=2": "parallel.tensor_model_parallel_size=2",
+    "model.tensor_model_parallel_size=2": "parallel.tensor_model_parallel_size=2",
+    "model.config.hidden_size=1024": "model.hidden_size=1024",
+    "data.task_encoder.seq_length=1024": "data.seq_length=1024",
+    "dataset.task_encoder_seq_length=1024": "data.seq_length=1024",
+    "dataset.path=elsewhere": "data.path=elsewhere",
+    "dataset.use_train_split_for_val=true": "data.use_train_split_for_val=true",
+    "checkpoint.save=elsewhere": "train.output_dir=elsewhere",
+    "model.vae_cache_folder=elsewhere": "validation.tokenizer_folder=elsewhere",
+    "model.val_generation_guidance=5.0": "validation.sampling.guidance=6.0",
+    "train.global_batch_size=16": "data.global_batch_size=16",
+    "optim.config.lr=0.1": "optimizer.lr=0.1",
+    "scheduler.lr_warmup_iters=7": "optimizer.lr_warmup_iters=7",
+    "optimizer.use_distributed_optimizer=true": "parallel.data_parallel=distributed_optimizer",
+    "rng.seed=9": "train.seed=9",
+    "ddp.use_distributed_optimizer=true": "parallel.data_parallel=distributed_optimizer",
+    "ddp.overlap_grad_reduce=false": "parallel.overlap_grad_reduce=false",
+    "checkpoint.pretrained_checkpoint=elsewhere": "checkpoint.init_from=elsewhere",
+    "mixed_precision=16_mixed": "train.precision=fp16",
+    "seed=9": "train.seed=9",
+    "data.dataloader.cache_dir=elsewhere": "data.path=elsewhere",
+    "data.dataloader.num_workers=3": "data.num_workers=3",
+    "step_scheduler.global_batch_size=16": "data.global_batch_size=16",
+    "lr_scheduler.lr_warmup_steps=7": "optimizer.lr_warmup_iters=7",
+    "lr_scheduler.min_lr=1e-6": "optimizer.min_lr=1e-6",
+    "flow_matching.timestep_sampling=uniform": "diffusion.noise_levels=uniform",
+    "flow_matching.flow_shift=2.0": "diffusion.p_mean=0.6931471805599453",
+    "fsdp.cp_size=2": "parallel.context_parallel_size=2",
+    "fsdp.activation_checkpointing=true": "parallel.recompute_granularity=full",
+    "peft.dim=8": "train.adapter.rank=8",
+    "trainer.max_iter=500": "train.train_iters=500",
+    "trainer.distributed_parallelism=fsdp": "parallel.data_parallel=fsdp",
+    "trainer.callbacks.grad_clip.clip_norm=0.1": "optimizer.clip_grad=0.1",
+    "dataloader_train.max_sequence_length=45056": "data.seq_length=45056",
+    "scheduler.warm_up_steps=[50]": "optimizer.lr_warmup_iters=50",
+    "model.ema.rate=0.2": "ema.sigma_rels=[0.2]",
+    "model.lora_rank=16": "train.adapter.rank=16",
+    "model.precision=float16": "train.precision=fp16",
+}
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("trainer.strategy.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size=2"),
-        ("model.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size=2"),
-        ("model.config.hidden_size=1024", "model.hidden_size=1024"),
-        ("data.task_encoder.seq_length=1024", "data.seq_length=1024"),
-        ("dataset.task_encoder_seq_length=1024", "data.seq_length=1024"),
-        ("dataset.path=elsewhere", "data.path=elsewhere"),
-        ("dataset.use_train_split_for_val=true", "data.use_train_split_for_val=true"),
-        ("checkpoint.save=elsewhere", "train.output_dir=elsewhere"),
-        ("model.vae_cache_folder=elsewhere", "validation.tokenizer_folder=elsewhere"),
-        ("model.val_generation_guidance=5.0", "validation.sampling.guidance=6.0"),
-        ("train.global_batch_size=16", "data.global_batch_size=16"),
-        ("optim.config.lr=0.1", "optimizer.lr=0.1"),
-        ("scheduler.lr_warmup_iters=7", "optimizer.lr_warmup_iters=7"),
-        ("optimizer.use_distributed_optimizer=true", "parallel.data_parallel=distributed_optimizer"),
-        ("rng.seed=9", "train.seed=9"),
-        ("ddp.use_distributed_optimizer=true", "parallel.data_parallel=distributed_optimizer"),
-        ("ddp.overlap_grad_reduce=false", "parallel.overlap_grad_reduce=false"),
-        ("checkpoint.pretrained_checkpoint=elsewhere", "checkpoint.init_from=elsewhere"),
-        ("mixed_precision=16_mixed", "train.precision=fp16"),
-        ("seed=9", "train.seed=9"),
-        ("data.dataloader.cache_dir=elsewhere", "data.path=elsewhere"),
-        ("data.dataloader.num_workers=3", "data.num_workers=3"),
-        ("step_scheduler.global_batch_size=16", "data.global_batch_size=16"),
-        ("lr_scheduler.lr_warmup_steps=7", "optimizer.lr_warmup_iters=7"),
-        ("lr_scheduler.min_lr=1e-6", "optimizer.min_lr=1e-6"),
-        ("flow_matching.timestep_sampling=uniform", "diffusion.noise_levels=uniform"),
-        ("flow_matching.flow_shift=2.0", "diffusion.p_mean=0.6931471805599453"),
-        ("fsdp.cp_size=2", "parallel.context_parallel_size=2"),
-        ("fsdp.activation_checkpointing=true", "parallel.recompute_granularity=full"),
-        ("peft.dim=8", "train.adapter.rank=8"),
-        ("trainer.max_iter=500", "train.train_iters=500"),
-        ("trainer.distributed_parallelism=fsdp", "parallel.data_parallel=fsdp"),
-        ("trainer.callbacks.grad_clip.clip_norm=0.1", "optimizer.clip_grad=0.1"),
-        ("dataloader_train.max_sequence_length=45056", "data.seq_length=45056"),
-        ("scheduler.warm_up_steps=[50]", "optimizer.lr_warmup_iters=50"),
-        ("model.ema.rate=0.2", "ema.sigma_rels=[0.2]"),
-        ("model.lora_rank=16", "train.adapter.rank=16"),
-        ("model.precision=float16", "train.precision=fp16"),
-    ],
-)
-def test_their_name_sets_our_value(theirs, ours, tmp_path):
-    expected = resolve_config("pretrain_xl", overrides=[ours])
-    assert expected != load_recipe("pretrain_xl")
-    assert resolve_config("pretrain_xl", overrides=[theirs]) == expected
-    key, _, value = theirs.partition("=")
-    *sections, name = key.split(".")
-    yaml = "".join(f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections))
-    (tmp_path / "theirs.yaml").write_text(f"{yaml}{'  ' * len(sections)}{name}: {value}\n")
-    assert resolve_config("pretrain_xl", config_file=tmp_path / "theirs.yaml") == expected
+
+def test_their_names_set_our_values(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    for theirs, ours in SAME.items():
+        expected = resolve_config("pretrain_xl", overrides=[ours])
+        assert expected != load_recipe("pretrain_xl"), ours
+        assert resolve_config("pretrain_xl", overrides=[theirs]) == expected, theirs
+        key, _, value = theirs.partition("=")
+        *sections, name = key.split(".")
+        yaml = "".join(f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections))
+        file.write_text(f"{yaml}{'  ' * len(sections)}{name}: {value}\n")
+        assert resolve_config("pretrain_xl", config_file=file) == expected, theirs
 
 
 def test_every_alias_leads_to_a_key_of_ours():

@@ -101,6 +101,7 @@ def test_a_bad_override_is_explained_in_one_line(override, message):
         ("data.mock_latent_shapes=[[1,4,4]]", lambda run: run.data.mock_latent_shapes, ((1, 4, 4),)),
         ("data.path=/a/b=c", lambda run: run.data.path, "/a/b=c"),
         ("train.seed=${train.train_iters}", lambda run: run.train.seed, load_recipe("digits").train.train_iters),
+        ("train.seed=${data.seq_length}", lambda run: run.train.seed, load_recipe("digits").data.seq_length),
         ("validation.prompts=['a red seven, moving']", lambda run: run.validation.prompts, ("a red seven, moving",)),
     ],
 )
@@ -279,12 +280,12 @@ def digits(*overrides: str) -> RunConfig:
     return resolve_config("digits", overrides=list(overrides))
 
 
-@pytest.mark.parametrize("key", SETTINGS)
-def test_every_key_can_be_set(key):
-    needs = NEEDS.get(key, [])
-    run = digits(*needs)
-    changed = digits(*needs, f"{key}={json.dumps(new_value(run, key))}")
-    assert [name for name in config_keys() if read_key(changed, name) != read_key(run, name)] == [key]
+def test_every_key_can_be_set():
+    for key in SETTINGS:
+        needs = NEEDS.get(key, [])
+        run = digits(*needs)
+        changed = digits(*needs, f"{key}={json.dumps(new_value(run, key))}")
+        assert [name for name in config_keys() if read_key(changed, name) != read_key(run, name)] == [key]
 
 
 def new_value(run: RunConfig, key: str):
@@ -319,30 +320,29 @@ OTHER_VALUES = {
 """How a value of ours is written under these names."""
 
 
-@pytest.mark.parametrize("theirs", OTHER_NAMES)
-def test_every_other_name_means_one_of_ours(theirs):
-    ours = OTHER_NAMES[theirs]
-    needs = NEEDS.get(ours, [])
-    run = digits(*needs)
-    value = new_value(run, ours)
-    others = [need for need in needs if not need.startswith(f"{ours}=")]
-    expected = digits(*others, f"{ours}={json.dumps(value)}")
-    written = OTHER_VALUES.get(theirs, lambda ours: ours)(value)
-    assert digits(*others, f"{theirs}={json.dumps(written)}") == expected != run
+def test_every_other_name_means_one_of_ours():
+    for theirs, ours in OTHER_NAMES.items():
+        needs = NEEDS.get(ours, [])
+        run = digits(*needs)
+        value = new_value(run, ours)
+        others = [need for need in needs if not need.startswith(f"{ours}=")]
+        expected = digits(*others, f"{ours}={json.dumps(value)}")
+        written = OTHER_VALUES.get(theirs, lambda ours: ours)(value)
+        assert digits(*others, f"{theirs}={json.dumps(written)}") == expected != run, theirs
 
 
-@pytest.mark.parametrize("theirs", FIXED)
-def test_what_is_always_so_is_taken_at_that_value_and_refused_at_any_other(theirs):
-    only, reason = FIXED[theirs]
-    assert resolve_config("digits", overrides=[f"{theirs}={json.dumps(only)}"]) == load_recipe("digits")
-    with pytest.raises(UserError, match=re.escape(f"{theirs}=other does not exist here, only {only}: {reason}")):
-        resolve_config("digits", overrides=[f"{theirs}=other"])
+def test_what_is_always_so_is_taken_at_that_value_and_refused_at_any_other():
+    taken = [f"{theirs}={json.dumps(only)}" for theirs, (only, _) in FIXED.items()]
+    assert resolve_config("digits", overrides=taken) == load_recipe("digits")
+    for theirs, (only, reason) in FIXED.items():
+        with pytest.raises(UserError, match=re.escape(f"{theirs}=other does not exist here, only {only}: {reason}")):
+            resolve_config("digits", overrides=[f"{theirs}=other"])
 
 
-@pytest.mark.parametrize("theirs", STARTED_BY_TORCHRUN)
-def test_the_number_of_ranks_is_no_setting(theirs):
-    with pytest.raises(UserError, match=f"{theirs} is set where the ranks are started"):
-        resolve_config("digits", overrides=[f"{theirs}=2"])
+def test_the_number_of_ranks_is_no_setting():
+    for theirs in STARTED_BY_TORCHRUN:
+        with pytest.raises(UserError, match=f"{theirs} is set where the ranks are started"):
+            resolve_config("digits", overrides=[f"{theirs}=2"])
 
 
 def test_a_run_is_not_renamed():

@@ -510,12 +510,12 @@ def made(case: Breach) -> RunConfig:
     return replace(run, **{name: replace(getattr(run, name), **values) for name, values in extra.items()})
 
 
-@pytest.mark.parametrize("case", BREACHES, ids=lambda case: case.says[:60])
-def test_a_breach_is_refused_with_its_remedy(found, case):
-    _, message = found(case)
-    assert case.says in message and "\n" not in message
-    named = re.findall(r"\b((?:model|data|train|optimizer|ema|parallel|checkpoint|validation)\.[a-z_.]+)=", message)
-    assert set(named) <= set(config_keys()), "a message names keys that exist"
+def test_a_breach_is_refused_with_its_remedy(found):
+    for case in BREACHES:
+        _, message = found(case)
+        assert case.says in message and "\n" not in message
+        named = re.findall(r"\b((?:model|data|train|optimizer|ema|parallel|checkpoint|validation)\.[a-z_.]+)=", message)
+        assert set(named) <= set(config_keys()), "a message names keys that exist"
 
 
 def test_a_rule_left_out_is_missed(found):
@@ -529,10 +529,11 @@ def test_a_rule_left_out_is_missed(found):
         assert missed, f"rule {index} has no configuration that breaks it"
 
 
-@pytest.mark.parametrize("case", [case for case in BREACHES if not case.seen], ids=lambda case: case.says[:60])
-def test_a_configuration_that_breaks_a_rule_cannot_be_made(case):
-    with pytest.raises(UserError, match=re.escape(case.says)):
-        made(case)
+def test_a_configuration_that_breaks_a_rule_cannot_be_made():
+    for case in BREACHES:
+        if not case.seen:
+            with pytest.raises(UserError, match=re.escape(case.says)):
+                made(case)
 
 
 # ------------------------------------------------------------------------------------------------ details

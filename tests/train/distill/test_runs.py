@@ -15,13 +15,13 @@ from megadit.models.megatron.checkpoint import _read, find_checkpoints, read_ada
 from tests.train.conftest import distance
 from tests.train.test_adapter_runs import MODEL, write
 
-STEPS = 12
+STEPS = 6
 COMMAND = (
     *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "train.precision=fp32", "optimizer.optimizer=adamw"),
     *("model.in_channels=24", "model.crossattn_emb_size=64", "optimizer.lr=0.002", "validation.interval=0"),
-    *("logger.tensorboard=false", "ema.sigma_rels=[0.1]", "data.global_batch_size=2", "checkpoint.save_interval=3"),
+    *("logger.tensorboard=false", "ema.sigma_rels=[0.1]", "data.global_batch_size=2", "checkpoint.save_interval=2"),
     *("diffusion.learned_uncertainty=false", f"train.train_iters={STEPS}", "train.distill.sigmas=[20,2]"),
-    *("train.distill.objective=distribution_matching", "train.distill.guidance=3", "train.distill.critic_updates=3"),
+    *("train.distill.objective=distribution_matching", "train.distill.guidance=3", "train.distill.critic_updates=2"),
     "train.distill.adversarial_weight=0.1",
 )
 ALONE = ("train.distill.adversarial_weight=0", "train.distill.objective=guidance")
@@ -70,7 +70,7 @@ def test_a_killed_run_continues_in_another_layout(
 @pytest.mark.slow
 def test_a_run_that_is_cut_in_two_is_the_same_run(teacher, finished, run_ranks, tmp_path, read_metrics):
     command = (*COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
-    run_ranks(1, *command, "train.train_iters=6", f"optimizer.lr_decay_iters={STEPS}")
+    run_ranks(1, *command, f"train.train_iters={STEPS // 2}", f"optimizer.lr_decay_iters={STEPS}")
     run_ranks(1, *command)
     found, expected = read_metrics(tmp_path), read_metrics(finished)
     for name in ("loss", "critic_loss", "grad_norm", "sample_checksum"):

@@ -31,7 +31,7 @@ LINE = re.compile(
 def finished(run_ranks, tmp_path_factory):
     """(folder, output) of a run of five steps of two micro-batches on each of two ranks, in bf16."""
     out = tmp_path_factory.mktemp("finished")
-    more = ("data.global_batch_size=4", "train.train_iters=5", "checkpoint.save_interval=1", "checkpoint.keep_last=2")
+    more = ("data.global_batch_size=4", "train.train_iters=5", "checkpoint.save_interval=2", "checkpoint.keep_last=2")
     outputs = run_ranks(2, *MOCK, *more, "train.precision=bf16", f"train.output_dir={out}")
     return out, outputs
 
@@ -74,19 +74,19 @@ def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path):
 
 
 def test_a_run_that_gets_no_better_ends_and_keeps_its_best(run_ranks, tmp_path):
-    """Validations at steps 2, 4 and 6, of which the first is the lowest: nothing is learnt at this rate."""
-    still = ("optimizer.lr=1e-30", "ema.sigma_rels=[]", "validation.interval=2", "validation.num_batches=1")
+    """Validations at steps 1, 2 and 3, of which the first is the lowest: nothing is learnt at this rate."""
+    still = ("optimizer.lr=1e-30", "ema.sigma_rels=[]", "validation.interval=1", "validation.num_batches=1")
     more = ("checkpoint.save_interval=1", "checkpoint.keep_last=1", f"train.output_dir={tmp_path / 'run'}")
     copied = f"checkpoint.copy_to={tmp_path / 'copy'}"
     command = (*MOCK[:-1], *still, *more, copied, "validation.patience=2", "train.train_iters=50")
     first, _ = run_ranks(2, *command)
-    assert "done: 6 of 50 steps" in first and re.search(r"at step 2, the lowest \(validation.patience\)", first)
+    assert "done: 3 of 50 steps" in first and re.search(r"at step 1, the lowest \(validation.patience\)", first)
     for folder in (tmp_path / "run" / "checkpoints", tmp_path / "copy"):
-        assert [path.name for path in find_checkpoints(folder)] == ["iter_0000002", "iter_0000006"]
-    again, _ = run_ranks(2, *command)
-    assert "all steps are done in" in again and "done: 6 of 50 steps, 0 of them" in again
-    longer, _ = run_ranks(2, *command, "validation.patience=3")
-    assert "continuing from" in longer and "done: 8 of 50 steps, 2 of them" in longer
+        assert [path.name for path in find_checkpoints(folder)] == ["iter_0000001", "iter_0000003"]
+    (again,) = run_ranks(1, *command)
+    assert "all steps are done in" in again and "done: 3 of 50 steps, 0 of them" in again
+    (longer,) = run_ranks(1, *command, "validation.patience=3")
+    assert "continuing from" in longer and "done: 4 of 50 steps, 1 of them" in longer
 
 
 @pytest.mark.parametrize(

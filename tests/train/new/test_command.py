@@ -33,9 +33,10 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 230)}
 
 @pytest.fixture(autouse=True)
 def same_machine(monkeypatch):
-    """Whatever else keeps this one busy, and however fast it is: two such cores."""
+    """Whatever else keeps this one busy, and however fast it is: two such cores. Reports are not drawn."""
     monkeypatch.setattr(new, "this_device", lambda ranks: CORE)
     monkeypatch.setattr("megadit.models.shared.cores.available_cores", lambda: 2)
+    monkeypatch.setattr("megadit.train.data.ingest.report.draw", lambda *asked: None)
 
 
 def clip(number, *, frames, height, width):
@@ -91,9 +92,9 @@ def mixed(root):
 KINDS = {each.__name__: each for each in (few, many, images, mixed)}
 
 
-@pytest.fixture
-def folder(tmp_path, request):
-    root = tmp_path / "mine"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, request):
+    root = tmp_path_factory.mktemp(request.param) / "mine"
     root.mkdir()
     KINDS[request.param](root)
     return root
@@ -134,6 +135,7 @@ def test_what_is_proposed_for_an_h200_fits_it(folder, tmp_path, capsys):
 @pytest.mark.parametrize("folder", ["mixed"], indirect=True)
 def test_options_reach_the_proposal(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").symlink_to(folder)
     commands, shown = proposed(capsys, "mine")
     assert Path("runs/mine/run.yaml").is_file() and "25 videos, 25 with captions" in shown and "1 broken" in shown
     assert commands[0][commands[0].index("--sizes") + 1] == "48x88,64x64"

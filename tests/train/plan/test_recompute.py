@@ -89,7 +89,7 @@ def test_a_control_group_limits_memory(monkeypatch, tmp_path):
 
 
 LAYOUTS = {
-    "tensor parallel": ("parallel.tensor_model_parallel_size=2",),
+    "tensor parallel": ("parallel.tensor_model_parallel_size=2", "data.global_batch_size=1"),
     "fsdp": ("parallel.data_parallel=fsdp", "optimizer.optimizer=adamw"),
 }
 
@@ -97,8 +97,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_agree_and_train_alike(run_ranks, tmp_path, layout):
     """The first rank has the least memory: without agreement tensor-parallel ranks would wait for each other."""
-    model = ("model.num_layers=4", "model.num_attention_heads=2")
-    overrides = (*model, *layout, "data.mock=true", f"train.output_dir={tmp_path}")
+    overrides = ("model.num_layers=4", *layout, "data.mock=true", f"train.output_dir={tmp_path}")
     run = resolve_config("digits_tiny", overrides=[*overrides, AUTO])
     two = replace(run, parallel=replace(run.parallel, recompute_granularity="full", recompute_num_layers=2))
     enough_for_two = needed_memory(two, 2) / (1 - MARGIN) + 1
@@ -106,9 +105,9 @@ def test_ranks_agree_and_train_alike(run_ranks, tmp_path, layout):
     for output in outputs:
         found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
         recomputed = {name: each["recomputed"] for name, each in found.items()}
-        assert recomputed == {"none": 0, "plenty": 0, "for two": 2, "nothing": 4, "offloaded": 0, "two of each": 2}
+        assert recomputed == {"plenty": 0, "for two": 2, "nothing": 4, "offloaded": 0, "two of each": 2}
         offloaded = {name: each["offloaded"] for name, each in found.items()}
-        assert offloaded["two of each"] * 2 == offloaded["offloaded"] > 3 * 4 * 10, "in each block of each step"
+        assert offloaded["two of each"] * 2 == offloaded["offloaded"] > 2 * 4 * 5, "in each block of each step"
         assert sum(offloaded.values()) == offloaded["offloaded"] * 3 / 2, "and in no other case"
         # the same operations on the same numbers, some of them twice
         assert len({str(each["losses"]) for each in found.values()}) == 1

@@ -136,7 +136,8 @@ def slurm(tmp_path, monkeypatch) -> Path:
         "scontrol": SCONTROL,
         "squeue": SQUEUE,
     }.items():
-        (programs / name).write_text(f'#!/usr/bin/env -S "{sys.executable}"\n{text}')  # its path may have spaces
+        # its path may have spaces; they need no packages
+        (programs / name).write_text(f'#!/usr/bin/env -S "{sys.executable}" -S\n{text}')
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(state))

@@ -38,12 +38,15 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_demo_runs_to_its_picture(quick_demo, tmp_path):
+@pytest.mark.usefixtures("forked_modules")
+def test_the_demo_runs_to_its_picture(quick_demo, tmp_path, monkeypatch):
     out = tmp_path / "out"
+    few = RewardDemo(out=out, base=quick_demo).attributes[::12]
+    monkeypatch.setattr(RewardDemo, "attributes", few)
     more = ["--bundle", str(quick_demo / "bundle"), "--out", str(out), "--ranks", "1", "--rounds", "1"]
     assert reward_demo.main([*more, "--prompts_per_round", "2"]) == 0
     found = read_json(out / "score.json")
-    assert 0 <= found["after"]["left"] <= 1 and found["after"]["num_clips"] == 216 == found["before"]["num_clips"]
+    assert 0 <= found["after"]["left"] <= 1 and found["after"]["num_clips"] == len(few) == found["before"]["num_clips"]
     assert found["comparison"]["spread"] > 0 and (out / "rewarded.png").stat().st_size > 10_000
     scores = read_json(out / "reward" / "round_001" / "rollouts" / "scores.json")
     assert {"all", "left", "diversity"} <= scores["means"].keys() and scores["rewarded"] == 16

@@ -11,7 +11,7 @@ from megadit.train.demos.shapes.classifier import classify
 from megadit.train.demos.shapes.samples import SHAPES
 
 
-def draw(num_things: int, count: int = 60):
+def draw(num_things: int, count: int = 24):
     generator = torch.Generator().manual_seed(7)
     scenes = shapes.random_scenes(count, num_things, generator)
     return scenes, shapes.draw_scenes(scenes, generator)
