@@ -155,7 +155,7 @@ def test_every_member_of_a_tar_file_is_accounted_for(members):
     ranks=st.integers(2, 4),
 )
 def test_whoever_prepares_a_folder_and_however_often_it_ends_the_bytes_are_the_same(
-    start_ranks, files, links, listed, kept, ends, parts, ranks
+    start_ranks, histograms, files, links, listed, kept, ends, parts, ranks
 ):
     """Two runs; one that ends at some of the files that it writes, and goes on; jobs, and ranks of torchrun, that share
     the stages."""
@@ -223,7 +223,7 @@ def mixed(tmp_path):
     return root
 
 
-def test_the_sums_of_a_report_add_up(mixed, tmp_path, capsys):
+def test_the_sums_of_a_report_add_up(mixed, histograms, tmp_path, capsys):
     assert prepare.main(["images", str(mixed), str(tmp_path / "out"), *OPTIONS, "--max_caption_words", "300"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["sources"], report["used"], report["left_out"], report["not_used"]) == (9, 3, 3, 3)
@@ -236,6 +236,7 @@ def test_the_sums_of_a_report_add_up(mixed, tmp_path, capsys):
     assert "9 sources -> 3 train" in said and "3 used, 3 left out, 3 not used" in said and "not used: 1 x .md" in said
     named = [json.loads(line)["source"] for line in (tmp_path / "out/prepare/not_used.jsonl").read_text().splitlines()]
     assert sorted(named) == ["clip.mts", "leads.png", "notes.md"]
+    assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("store", ["latents", "raw"])

@@ -28,7 +28,7 @@ from megadit.train.data.prepare import command as prepare
 from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
 
 CPU = torch.device("cpu")
-OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
+OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--debug"]
 
 CAPTIONS = {
     "half": rb'{"caption": "\ud800 a"}',
@@ -60,7 +60,7 @@ def add(tar, name, content) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def test_no_caption_and_no_score_ends_a_preparation(tmp_path, make_pan, picture):
+def test_no_caption_and_no_score_ends_a_preparation(histograms, tmp_path, make_pan, picture):
     (tmp_path / "shards").mkdir()
     with tarfile.open(tmp_path / "shards" / "a.tar", "w") as tar:
         for number, (name, content) in enumerate(CAPTIONS.items()):
