@@ -40,12 +40,12 @@ def assert_same_batches(found, expected) -> None:
 def test_a_data_set_in_s3_is_read_and_resumed_like_its_folder(stored, dataset, make_config, tmp_path):
     config = make_config(path=stored)
     loader = build_train_loader(config, rank=0, world_size=1)
-    assert_same_batches(islice(loader, 30), islice(build_train_loader(make_config(), rank=0, world_size=1), 30))
+    assert_same_batches(islice(loader, 12), islice(build_train_loader(make_config(), rank=0, world_size=1), 12))
     state = json.loads(json.dumps(loader.save_state()))
-    expected = list(islice(loader, 30))
+    expected = list(islice(loader, 12))
     resumed = build_train_loader(config, rank=0, world_size=1)
     resumed.restore_state(state)
-    assert_same_batches(islice(resumed, 30), expected)
+    assert_same_batches(islice(resumed, 12), expected)
     validation = [build_validation_loader(each, rank=0, world_size=1) for each in (config, make_config())]
     assert_same_batches(*map(list, validation))
     assert validation_captions(config, 3) == validation_captions(make_config(), 3)

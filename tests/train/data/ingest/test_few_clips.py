@@ -61,7 +61,8 @@ def test_clips_of_training_stand_beside_their_mirror_images(run, tmp_path):
     assert len(names) == NUM_CLIPS - 1 and not any("mirrored" in name for name in names)
 
 
-def test_one_caption_for_all_that_have_none_and_nothing_is_mirrored_unasked(run):
+def test_one_caption_for_all_that_have_none(run):
+    """And no mirror image, which nobody asked for."""
     splits = run("--default_caption", "a zog")
     assert [len(samples) for samples in splits.values()] == [NUM_CLIPS - 1, 1]
     captions = sorted(known["caption"] for split in splits.values() for known, _ in split)
