@@ -123,7 +123,9 @@ def test_given_encoders_and_processes(seen, sources):
 def test_a_preparation_is_begun_anew(sources, tmp_path, capsys):
     command = ["videos", str(sources / "videos"), str(tmp_path / "out"), *SMALL, *SELECTED]
     assert prepare.main(command) == 0
-    assert prepare.main([*command, "--fps", "12"]) == 2 and "--overwrite" in capsys.readouterr().err
+    assert prepare.main([*command, "--fps", "12"]) == 2
+    said = capsys.readouterr().err
+    assert "begun with fps=24.0, and this command has 12.0" in said and "--overwrite" in said
     assert prepare.main([*command, "--fps", "12", "--overwrite"]) == 0
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
     for mistake in (

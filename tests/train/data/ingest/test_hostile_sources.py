@@ -27,6 +27,8 @@ from megadit.train.data.ingest.sources.webdataset import list_webdataset
 from megadit.train.data.prepare import command as prepare
 from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
 
+from .sources.test_sources import add
+
 CPU = torch.device("cpu")
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--debug"]
 
@@ -52,12 +54,6 @@ def picture(make_pan) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(make_pan("china.jpg", 1, 96, 128, start=(40, 10))[0]).save(buffer, format="jpeg", quality=95)
     return buffer.getvalue()
-
-
-def add(tar, name, content) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
 
 
 def test_no_caption_and_no_score_ends_a_preparation(histograms, tmp_path, make_pan, picture):

@@ -156,11 +156,6 @@ def test_a_second_run_does_nothing_and_a_shard_can_be_made_again(prepared, video
     assert shard_bytes(prepared) == before
 
 
-def test_other_settings_are_refused(prepared, videos):
-    with pytest.raises(UserError, match="begun with fps=24.0, and this command has 12.0"):
-        prepare.main(["videos", str(videos), str(prepared), *OPTIONS, "--fps", "12", "--debug"])
-
-
 def test_sizes_that_no_tokenizer_takes_are_told_before_any_work(videos, tmp_path):
     with pytest.raises(UserError, match="12 frames cannot be encoded"):
         prepare.main(["videos", str(videos), str(tmp_path / "out"), "--num_frames", "12", "--debug"])
