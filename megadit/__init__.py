@@ -9,7 +9,7 @@
 The names below are loaded when they are first asked for: commands that need no torch start without it.
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,9 @@ if (_root / "pyproject.toml").is_file():  # a repository, where models, infer, .
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("megadit")
+        from importlib.metadata import version  # whose import takes longer than that of all else here
+
+        return version("megadit")
     if name not in _HOMES:
         raise AttributeError(f"module 'megadit' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -274,9 +274,8 @@ class _Moments:
     fill their patch with copies."""
 
     mean_R: Tensor
-    covariance_RR: Tensor
-    first_RR: Tensor
-    """Sum of (x - mean) (x - mean)^T over first frames only."""
+    first_times_eigenvectors_RR: Tensor
+    """Sum of (x - mean) (x - mean)^T over first frames only, times the eigenvectors."""
     eigenvalues: Tensor
     """Eigenvalues of the covariance, ascending."""
     eigenvectors: Tensor
@@ -294,10 +293,11 @@ class _Moments:
         The orthonormal transform keeps squared errors: a patch's error is the sum of squares of the dropped components;
         for a first frame, of their mean over the copies.
         """
-        left_out = self.eigenvectors[:, : len(self.mean_R) - channels]
-        whole_error = (left_out.T @ (self.count * self.covariance_RR - self.first_RR) @ left_out).trace()
+        dropped = slice(len(self.mean_R) - channels)
+        left_out, of_first = self.eigenvectors[:, dropped], self.first_times_eigenvectors_RR[:, dropped]
+        whole_error = self.count * self.eigenvalues[dropped].sum() - (left_out * of_first).sum()
         of_mean = left_out.unflatten(0, (3, self.copies, -1))[:, 0].flatten(0, 1)
-        first_error = (of_mean @ (left_out.T @ self.first_RR @ left_out) @ of_mean.T).trace() / self.copies
+        first_error = ((left_out @ of_mean.T) * (of_first @ of_mean.T)).sum() / self.copies
         num_pixels = len(self.mean_R) * (self.count - self.count_first + self.count_first / self.copies)
         return 10 * math.log10(4 * num_pixels / max((whole_error + first_error).item(), 1e-30))
 
@@ -317,8 +317,7 @@ def _moments(batches: list[Tensor], copies: int) -> _Moments:
     eigenvalues, eigenvectors = torch.linalg.eigh(covariance)
     return _Moments(
         mean_R=mean,
-        covariance_RR=covariance,
-        first_RR=first,
+        first_times_eigenvectors_RR=first @ eigenvectors,
         eigenvalues=eigenvalues,
         eigenvectors=eigenvectors,
         count=count,

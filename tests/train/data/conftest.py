@@ -1,7 +1,6 @@
 """A small data set of two sizes of latents, written the way `megadit prepare` writes one."""
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,12 @@ NUM_TRAIN, NUM_VAL = 240, 30
 CHANNELS, TEXT_WIDTH = 4, 8
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_forks() -> Iterator[None]:
-    """Reader processes look through and collect all objects that they are forked with; these no longer count."""
+@pytest.fixture(scope="module", autouse=True)
+def quick_forks() -> None:
+    """Reader processes look through and collect all objects that they are forked with; those of earlier tests no longer
+    count."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class TokenizerStub:

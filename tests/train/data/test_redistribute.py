@@ -64,18 +64,18 @@ def test_nothing_is_lost_or_doubled_where_steps_take_part_of_the_readers(make_co
     first = read_steps(loaders, 2, 3)
     resumed, said = go_on(make_config, states(loaders), 1, 4, 2)
     assert "none is lost or repeated" in said
-    packs = [pack for step in first + read_steps(resumed, 2, 20) for pack in step]
+    packs = [pack for step in first + read_steps(resumed, 2, 10) for pack in step]
     assert len(set(packs)) == len(packs)
-    whole = [pack for step in read_steps(build(make_config, 2, 2), 2, 40) for pack in step]
+    whole = [pack for step in first + read_steps(loaders, 2, 21) for pack in step]
     assert set(packs) <= set(whole)
 
 
 def test_other_readers_begin_a_pass_with_noise_of_its_own(make_config):
     loaders = build(make_config, 2, 1)
-    before = read_steps(loaders, 2, 60)
+    before = read_steps(loaders, 2, 25)
     resumed, said = go_on(make_config, states(loaders), 1, 1, 2)
     assert "2 ranks x data.num_workers=1 were 2 readers, and now there are 1" in said
-    after = read_steps(resumed, 2, 60)
+    after = read_steps(resumed, 2, 25)
     keys = [{sample for step in part for pack in step for sample in pack} for part in (before, after)]
     assert not keys[0] & keys[1] and {name for name, _ in keys[0]} & {name for name, _ in keys[1]}
     again, said = go_on(make_config, states(resumed), 1, 1, 2)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import build_train_loader, build_validation_loader, validation_captions
 from megadit.train.dataset import places
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.dataset.places import energon_url
+
+from .test_loader import assert_same
 
 
 @pytest.fixture
@@ -32,20 +33,18 @@ def stored(s3, dataset, monkeypatch, tmp_path) -> str:
 
 def assert_same_batches(found, expected) -> None:
     for batch, reference in zip(found, expected, strict=True):
-        assert batch.sample_ids == reference.sample_ids
-        for name in ("tokens_S1P", "text_L1E", "noise_key_G"):
-            assert torch.equal(getattr(batch, name), getattr(reference, name))
+        assert_same(batch, reference)
 
 
 def test_a_data_set_in_s3_is_read_and_resumed_like_its_folder(stored, dataset, make_config, tmp_path):
     config = make_config(path=stored)
     loader = build_train_loader(config, rank=0, world_size=1)
-    assert_same_batches(islice(loader, 30), islice(build_train_loader(make_config(), rank=0, world_size=1), 30))
+    assert_same_batches(islice(loader, 12), islice(build_train_loader(make_config(), rank=0, world_size=1), 12))
     state = json.loads(json.dumps(loader.save_state()))
-    expected = list(islice(loader, 30))
+    expected = list(islice(loader, 12))
     resumed = build_train_loader(config, rank=0, world_size=1)
     resumed.restore_state(state)
-    assert_same_batches(islice(resumed, 30), expected)
+    assert_same_batches(islice(resumed, 12), expected)
     validation = [build_validation_loader(each, rank=0, world_size=1) for each in (config, make_config())]
     assert_same_batches(*map(list, validation))
     assert validation_captions(config, 3) == validation_captions(make_config(), 3)

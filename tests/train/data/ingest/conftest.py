@@ -1,6 +1,6 @@
 """A folder of videos as people have them: three codecs, odd sizes, variable rates, rotated, cut short, and worse."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,26 @@ import av
 import numpy as np
 import pytest
 
+from megadit.train.data.ingest import report
+
 CODECS = (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"))
+
+
+DRAW = report.draw
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_histograms() -> Iterator[None]:
+    """Those of a report take half a second, and say in pictures what its numbers say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", lambda path, *_: path.touch())
+        yield
+
+
+@pytest.fixture
+def histograms(monkeypatch) -> None:
+    """They are drawn all the same."""
+    monkeypatch.setattr(report, "draw", DRAW)
 
 
 @cache
@@ -86,7 +105,7 @@ def generate(source: str, num_frames: int, height: int, width: int) -> np.ndarra
     return np.stack([graph.vpull().to_ndarray(format="rgb24") for _ in range(num_frames)])
 
 
-def write_folder(root: Path, num_good: int = 31) -> None:
+def write_folder(root: Path, num_good: int = 15) -> None:
     """`num_good` captioned videos of photographs, one of each generator, and nine that are of no use."""
     root.mkdir(parents=True)
     generator = np.random.default_rng(0)

@@ -76,21 +76,21 @@ def test_a_webp_too_large_to_try_is_not_decoded(tmp_path, make_pan, monkeypatch)
         read_timeline(source(path), SETTINGS)
 
 
-def test_a_folder_of_477_animations_becomes_clips(tmp_path, make_pan, capsys):
+def test_a_folder_of_animations_becomes_clips(tmp_path, make_pan, capsys):
     """Of nine that differ, each of them under many names; the still picture among them is no video."""
     folder = tmp_path / "stickers"
     folder.mkdir()
     for number in range(9):
         frames = make_pan("flower.jpg", 9, 64, 64, start=(150, 40 * number))
         made = write(tmp_path / "a.webp", frames, lossless=False, quality=60, method=0, duration=50).read_bytes()
-        for name in range(number, 477, 9):
+        for name in range(number, 90, 9):
             (folder / f"{name}.webp").write_bytes(made)
     Image.fromarray(frames[0]).save(folder / "still.webp")
     options = ("--stages", "fetch,scan", "--min_motion", "0", "--cut", "length")
     assert prepare.main(["videos", str(folder), str(tmp_path / "out"), *OPTIONS, *options]) == 0
     lines = [line for path in (tmp_path / "out/prepare/scan").iterdir() for line in path.read_text().splitlines()]
     clips = [clip for line in lines for clip in json.loads(line)["clips"]]
-    assert len(lines) == len(clips) == 477
+    assert len(lines) == len(clips) == 90
     assert {clip["fps"] for clip in clips} == {20.0} and {len(clip["pts"]) for clip in clips} == {9}
     (tmp_path / "stills").mkdir()
     Image.fromarray(frames[0]).save(tmp_path / "stills/a.webp")

@@ -46,8 +46,9 @@ def read(root, split):
                 yield json.loads(contents[name]), tensors["latent"]
 
 
-def test_clips_of_training_stand_beside_their_mirror_images(run):
-    splits = run("--mirror")
+def test_clips_of_training_stand_beside_their_mirror_images(run, tmp_path):
+    """Of which no originals are kept."""
+    splits = run("--mirror", "--source_media")
     own = {known["source"]: latent for known, latent in splits["train"] if "mirrored" not in known}
     mirrored = {known["source"]: latent for known, latent in splits["train"] if "mirrored" in known}
     assert len(own) == len(mirrored) == NUM_CLIPS - 1 and len(splits["val"]) == 1
@@ -55,21 +56,16 @@ def test_clips_of_training_stand_beside_their_mirror_images(run):
         assert torch.equal(mirrored[source], latent_CTHW.flip(-1))
         assert not torch.equal(mirrored[source], latent_CTHW)
     assert not any("mirrored" in known for known, _ in splits["val"])
-
-
-def test_of_a_clip_and_its_mirror_image_one_original_is_kept(run, tmp_path):
-    run("--mirror", "--source_media")
     with tarfile.open(tmp_path / "data" / "source_media" / "train-000000.tar") as tar:
         names = {name.split(".")[0] for name in tar.getnames()}
     assert len(names) == NUM_CLIPS - 1 and not any("mirrored" in name for name in names)
 
 
-def test_without_being_told_nothing_is_mirrored(run):
-    assert [len(samples) for samples in run().values()] == [NUM_CLIPS - 1, 1]
-
-
 def test_one_caption_for_all_that_have_none(run):
-    captions = sorted(known["caption"] for split in run("--default_caption", "a zog").values() for known, _ in split)
+    """And no mirror image, which nobody asked for."""
+    splits = run("--default_caption", "a zog")
+    assert [len(samples) for samples in splits.values()] == [NUM_CLIPS - 1, 1]
+    captions = sorted(known["caption"] for split in splits.values() for known, _ in split)
     assert captions == ["a flower", *["a zog"] * (NUM_CLIPS - 1)]
 
 

@@ -10,7 +10,7 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.ingest import stages
 from megadit.train.data.prepare import command as prepare
 
-SMALL = ("--height", "64", "--width", "64", "--num_frames", "9", "--num_workers", "0", "--channels", "8")
+SMALL = ("--height", "64", "--width", "64", "--num_frames", "9", "--num_workers", "0", "--tokenizer", "pixels")
 SELECTED = ("--stages", "fetch,scan,select")
 ENCODED = ("--num_frames", "1", "--stages", "fetch,scan,select,encode")
 
@@ -123,11 +123,13 @@ def test_given_encoders_and_processes(seen, sources):
 def test_a_preparation_is_begun_anew(sources, tmp_path, capsys):
     command = ["videos", str(sources / "videos"), str(tmp_path / "out"), *SMALL, *SELECTED]
     assert prepare.main(command) == 0
-    assert prepare.main([*command, "--fps", "12"]) == 2 and "--overwrite" in capsys.readouterr().err
+    assert prepare.main([*command, "--fps", "12"]) == 2
+    said = capsys.readouterr().err
+    assert "begun with fps=24.0, and this command has 12.0" in said and "--overwrite" in said
     assert prepare.main([*command, "--fps", "12", "--overwrite"]) == 0
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
     for mistake in (
-        ["--sizes", "50x50"],
+        ["--tokenizer", "haar", "--sizes", "50x50"],
         ["--background", "blanc"],
         ["--encodings", str(tmp_path / "nowhere")],
         ["--redo", "first"],

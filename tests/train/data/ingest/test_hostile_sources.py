@@ -27,8 +27,10 @@ from megadit.train.data.ingest.sources.webdataset import list_webdataset
 from megadit.train.data.prepare import command as prepare
 from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
 
+from .sources.test_sources import add
+
 CPU = torch.device("cpu")
-OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
+OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--debug"]
 
 CAPTIONS = {
     "half": rb'{"caption": "\ud800 a"}',
@@ -54,13 +56,7 @@ def picture(make_pan) -> bytes:
     return buffer.getvalue()
 
 
-def add(tar, name, content) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
-
-
-def test_no_caption_and_no_score_ends_a_preparation(tmp_path, make_pan, picture):
+def test_no_caption_and_no_score_ends_a_preparation(histograms, tmp_path, make_pan, picture):
     (tmp_path / "shards").mkdir()
     with tarfile.open(tmp_path / "shards" / "a.tar", "w") as tar:
         for number, (name, content) in enumerate(CAPTIONS.items()):
@@ -126,29 +122,33 @@ def test_values_that_are_no_python_s_are_one_line(tmp_path):
     assert [row["caption"] for row in read_table(str(tmp_path / "a.json"))] == ["a"]
 
 
-@pytest.mark.parametrize("name", ["a long value", "a value of many rows", "a long list"])
-def test_a_small_parquet_takes_little_memory(tmp_path, name, monkeypatch):
-    """Each is of less than 20 kB, and takes more memory than it may, in a process of its own."""
+def test_a_small_parquet_takes_little_memory(tmp_path, monkeypatch):
+    """A long value, a value of many rows, a long list: each is of less than 20 kB, and takes more memory than it may,
+    in a process of its own."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     value, size = pyarrow.array([bytes(1 << 22)], pyarrow.binary()), 1 << 25
-    column = {
-        "a long value": lambda: pyarrow.array([bytes(size)], pyarrow.binary()),
-        "a value of many rows": lambda: pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 32), value),
-        "a long list": lambda: pyarrow.ListArray.from_arrays([0, size], pyarrow.nulls(size, pyarrow.int8())),
-    }[name]()
-    path = tmp_path / "a.parquet"
-    table = pyarrow.table({"file_name": ["a.jpg"] * len(column), "more": column})
-    parquet.write_table(table, path, compression="zstd", store_schema=False)
-    assert path.stat().st_size < 20_000 and count_rows([str(path)]) == [len(column)]
-    monkeypatch.setattr("megadit.train.data.ingest.sources.parquet.MOST_MEMORY", 1 << 26)
-    with pytest.raises(UserError, match=r"a.parquet cannot be read: a row takes more than 67,108,864 bytes") as raised:
-        list(read_table(str(path)))
-    assert "\n" not in str(raised.value)
-    monkeypatch.setattr("megadit.train.data.ingest.sources.parquet.MOST_MEMORY", 1 << 30)
-    with pytest.raises(UserError, match=r"1 rows have [0-9,]* bytes, over 100 times what they have in the file"):
-        list(read_table(str(path)))  # else a file of bytes would fill the disk
-    parquet.write_table(pyarrow.table({"file_name": ["a.jpg"]}), path)
-    assert list(read_table(str(path))) == [{"file_name": "a.jpg"}], "the control"
+    columns = {
+        "value": pyarrow.array([bytes(size)], pyarrow.binary()),
+        "rows": pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 32), value),
+        "list": pyarrow.ListArray.from_arrays([0, size], pyarrow.nulls(size, pyarrow.int8())),
+        "control": pyarrow.array([b"a"]),
+    }
+    paths = [tmp_path / f"{name}.parquet" for name in columns]
+    for path, column in zip(paths, columns.values(), strict=True):
+        table = pyarrow.table({"file_name": ["a.jpg"] * len(column), "more": column})
+        parquet.write_table(table, path, compression="zstd", store_schema=False)
+        assert path.stat().st_size < 20_000
+    assert count_rows(list(map(str, paths))) == list(map(len, columns.values()))
+    for path in paths[:-1]:
+        for memory, message in (
+            (1 << 26, "a row takes more than 67,108,864 bytes"),
+            (1 << 30, "1 rows have [0-9,]* bytes, over 100 times what they have in the file"),  # they would fill a disk
+        ):
+            monkeypatch.setattr("megadit.train.data.ingest.sources.parquet.MOST_MEMORY", memory)
+            with pytest.raises(UserError, match=f"{path.name} cannot be read: {message}") as raised:
+                list(read_table(str(path)))
+            assert "\n" not in str(raised.value)
+    assert list(read_table(str(paths[-1]))) == [{"file_name": "a.jpg", "more": b"a"}]
 
 
 def test_a_small_parquet_has_no_million_rows_and_a_reader_that_dies_is_one_line(tmp_path, monkeypatch):

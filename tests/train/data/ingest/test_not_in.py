@@ -1,6 +1,7 @@
 """`--not_in DATA`: what looks like a clip of another data set is left out of this one."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,35 +12,38 @@ from megadit.train.data.prepare import command as prepare
 COMMAND = ["--sizes", "32x32", "--num_frames", "1", "--tokenizer", "pixels", "--num_workers", "0"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def picture(make_pan):
     """picture(n): one of its own, whatever n."""
     return lambda number: Image.fromarray(make_pan("china.jpg", 1, 96, 128, start=(40 * number, 90 * number))[0])
 
 
+def prepared(folder, out, *options) -> int:
+    return prepare.main(["images", str(folder), str(out), *COMMAND, *options])
+
+
 @pytest.fixture
 def run(tmp_path):
     """run(folder, out, *options): a code."""
-    return lambda folder, out, *options: prepare.main(["images", str(folder), str(tmp_path / out), *COMMAND, *options])
+    return lambda folder, out, *options: prepared(folder, tmp_path / out, *options)
 
 
-@pytest.fixture
-def tests(tmp_path, picture, run):
+@pytest.fixture(scope="module")
+def tests(tmp_path_factory, picture):
     """A data set of two pictures, one of either split."""
-    folder = tmp_path / "for tests"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("for tests")
     for number in range(2):
         picture(number).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"test {number}")
-    assert run(folder, "tests", "--val_share", "0.5") == 0
-    return tmp_path / "tests"
+    out = folder.with_name("tests")
+    assert prepared(folder, out, "--val_share", "0.5") == 0
+    return out
 
 
-@pytest.fixture
-def sources(tmp_path, picture):
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, picture):
     """Both of them again, darker, smaller, as JPEGs and in other words, a third of its own, and that in other words."""
-    folder = tmp_path / "sources"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("sources")
     for number in (0, 1, 2):
         darker = (np.asarray(picture(number).resize((96, 72))) * 0.95).astype(np.uint8)
         Image.fromarray(darker).save(folder / f"{number}.jpg", quality=85)
@@ -67,6 +71,7 @@ def test_several_are_named_one_by_one(tests, sources, picture, run, tmp_path):
     for number in (2, 3):
         picture(number).save(tmp_path / "more" / f"{number}.png")
     assert run(tmp_path / "more", "others") == 0
+    sources = shutil.copytree(sources, tmp_path / "sources")
     assert run(sources, "rest", "--not_in", str(tests), "--not_in", str(tmp_path / "others")) == 2  # nothing is left
     picture(4).save(sources / "4.jpg")
     assert run(sources, "rest", "--not_in", str(tests), "--not_in", str(tmp_path / "others"), "--overwrite") == 0
@@ -88,7 +93,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_read(tests, sourc
 @pytest.mark.parametrize(
     "change", [{"fingerprint": "g"}, {"fingerprint": 7}, {"start": "0"}, {"source": []}, {"x": 1}, None]
 )
-def test_notes_of_strangers_are_refused(tests, sources, run, change, capsys):
+def test_notes_of_strangers_are_refused(tests, sources, run, change, tmp_path, capsys):
+    tests = shutil.copytree(tests, tmp_path / "tests")
     plan = tests / "prepare" / "train.jsonl"
     clip = json.loads(plan.read_text())
     plan.write_text("[" if change is None else json.dumps(clip | change))

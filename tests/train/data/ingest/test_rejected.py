@@ -40,7 +40,8 @@ def dataset(tmp_path_factory, make_clip, make_pan):
     (source / "words.mp4").write_text("this is not a video\n" * 100)
     (source / "good.txt").write_text("a <b>roof</b>")
     (source / "still.txt").write_text("<script>alert(1)</script>")
-    assert prepare.main(["videos", str(source), str(root / "out"), *OPTIONS, "--num_workers", "1"]) == 0
+    for more in (("--num_workers", "0", "--stages", "fetch,scan,select,encode"), ("--num_workers", "1")):
+        assert prepare.main(["videos", str(source), str(root / "out"), *OPTIONS, *more]) == 0
     shutil.rmtree(source)
     return root / "out"
 

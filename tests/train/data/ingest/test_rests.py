@@ -8,29 +8,20 @@ from megadit.train.data.ingest.clips.probe import Seen
 from megadit.train.data.prepare import command as prepare
 from megadit.train.new.proposal import CPU, choose_length
 
+OPTIONS = ("--sizes", "64x64", "--num_frames", "17", "--num_workers", "0", "--tokenizer", "pixels", "--val_share", "0")
 
-@pytest.mark.parametrize(("more", "clips"), [((), 2), (("--overlap",), 4), (("--num_frames", "17,5"), 4)])
-def test_what_a_report_proposes_uses_the_rest(tmp_path, make_clip, make_pan, capsys, more, clips):
+
+def test_what_a_report_proposes_uses_the_rest(tmp_path, make_clip, make_pan, capsys):
     (tmp_path / "clips").mkdir()
     for number, name in enumerate(("china.jpg", "flower.jpg")):
         make_clip(tmp_path / "clips" / f"{number}.mp4", make_pan(name, 24, 64, 64, step=(9, 14)))
-    options = [
-        "--sizes",
-        "64x64",
-        "--num_frames",
-        "17",
-        "--num_workers",
-        "0",
-        "--tokenizer",
-        "pixels",
-        "--val_share",
-        "0",
-    ]
-    assert prepare.main(["videos", str(tmp_path / "clips"), str(tmp_path / "out"), *options, *more]) == 0
-    report, said = json.loads((tmp_path / "out/report.json").read_text()), capsys.readouterr().out
-    assert sum(report["samples"].values()) == clips
     proposal = "14 of 48 frames lie past the last whole clip; --num_frames 17,5 or --overlap would use them"
-    assert (f"left out: 2 x rest of a scene: {proposal}" in said) == (not more)
+    for more, clips in (((), 2), (("--overlap",), 4), (("--num_frames", "17,5"), 4)):
+        out = tmp_path / f"out{len(more)}"
+        assert prepare.main(["videos", str(tmp_path / "clips"), str(out), *OPTIONS, *more]) == 0
+        report, said = json.loads((out / "report.json").read_text()), capsys.readouterr().out
+        assert sum(report["samples"].values()) == clips, more
+        assert (f"left out: 2 x rest of a scene: {proposal}" in said) == (not more), more
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,18 @@
 """A source that changed after it was prepared, or while: it is said what did, and an update is a fresh preparation."""
 
-import io
 import json
 import os
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from megadit.train.data.ingest.clips import scan
 from megadit.train.data.prepare import command as prepare
 
-OPTIONS = ["--sizes", "16x16", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--val_share", "0"]
+from .test_account import OPTIONS, bytes_under, picture
 
 
 def write(root, number: int, seed: int) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    (root / f"{number}.png").write_bytes(buffer.getvalue())
+    (root / f"{number}.png").write_bytes(picture(seed))
     (root / f"{number}.txt").write_text(f"picture {number}")
 
 
@@ -41,12 +35,6 @@ def change(root) -> None:
     (root / "3.txt").write_text("another caption")
 
 
-def tree(root) -> dict[str, bytes]:
-    """Names -> contents, but for Energon's id, which is another each time."""
-    paths = (path for path in sorted(root.rglob("*")) if path.is_file() and path.name != "index.uuid")
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
-
-
 CHANGED = "1 new, 1 another file now, 1 of another caption or score, 1 gone"
 
 
@@ -55,11 +43,11 @@ def test_an_update_leaves_what_a_fresh_preparation_leaves(source, tmp_path, caps
     assert prepare.main(command) == 0
     assert prepare.main(command) == 0 and "is already prepared; nothing to do" in capsys.readouterr().out
     change(source)
-    before = tree(tmp_path / "out")
+    before = bytes_under(tmp_path / "out")
     assert prepare.main(command) == 0
     said = capsys.readouterr().out
     assert "its source has changed since: " in said and all(part in said for part in CHANGED.split(", "))
-    assert tree(tmp_path / "out") == before
+    assert bytes_under(tmp_path / "out") == before
 
     scanned, scan_image = [], scan._scan_image
     monkeypatch.setattr(
@@ -68,7 +56,7 @@ def test_an_update_leaves_what_a_fresh_preparation_leaves(source, tmp_path, caps
     assert prepare.main([*command, "--update"]) == 0
     assert sorted(scanned) == ["2.png", "7.png"]
     assert prepare.main(["images", str(source), str(tmp_path / "fresh"), *OPTIONS]) == 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "fresh") != before
+    assert bytes_under(tmp_path / "out") == bytes_under(tmp_path / "fresh") != before
 
 
 def test_a_preparation_does_not_go_on_with_another_source(source, tmp_path, capsys):

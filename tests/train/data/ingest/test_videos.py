@@ -71,14 +71,13 @@ def test_what_more_channels_would_give_is_noted(prepared):
 
 def test_every_source_is_a_sample_or_counted_with_its_reason(prepared, videos):
     report = json.loads((prepared / "report.json").read_text())
-    assert report["sources"] == 43 == len([path for path in videos.iterdir() if path.suffix != ".txt"])
+    assert report["sources"] == 27 == len([path for path in videos.iterdir() if path.suffix != ".txt"])
     assert {name: count for name, count in report["skips"].items() if name != "rest of a scene"} == REASONS
     described = [description for description, _ in samples(prepared)]
     assert {item["source"] for item in described} == {p.name for p in videos.iterdir() if p.stem.startswith("good-")
                                                       and p.suffix != ".txt"}  # fmt: skip
     assert sum(report["samples"].values()) == len(described)
     assert len({(item["source"], item["start"]) for item in described}) == len(described)
-    assert (prepared / "report.png").stat().st_size > 10_000
 
 
 def test_samples_hold_what_their_videos_show(prepared, videos, make_pan):
@@ -133,7 +132,7 @@ def test_a_sheet_of_images_is_a_grid(tmp_path, make_pan):
         Image.fromarray(make_pan("china.jpg", 1, 64, 64, start=(20 * number, 30 * number))[0]).save(
             folder / f"{number}.png"
         )
-    options = ["--sizes", "64x64", "--channels", "24", "--num_workers", "0", "--val_share", "0"]
+    options = ["--sizes", "64x64", "--tokenizer", "pixels", "--num_workers", "0", "--val_share", "0"]
     assert prepare.main(["images", str(folder), str(tmp_path / "out"), *options, "--shard_size", "4"]) == 0
     dataset_sheet.write_sheet(tmp_path / "out", tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -144,7 +143,7 @@ def test_a_sheet_of_images_is_a_grid(tmp_path, make_pan):
 def test_energon_accepts_the_folder(prepared, capfd):
     energon_info.main([str(prepared)], standalone_mode=False)
     assert "TextSample" in capfd.readouterr().out
-    energon_lint.main([str(prepared)], standalone_mode=False)
+    energon_lint.main([str(prepared), "--parallel", "0"], standalone_mode=False)
     assert "Skipping empty split part test" in capfd.readouterr().out
 
 
@@ -155,11 +154,6 @@ def test_a_second_run_does_nothing_and_a_shard_can_be_made_again(prepared, video
     (prepared / "train-000001.tar").write_bytes(b"lost")
     assert prepare.main(["videos", str(videos), str(prepared), *OPTIONS, "--redo", "1:3"]) == 0
     assert shard_bytes(prepared) == before
-
-
-def test_other_settings_are_refused(prepared, videos):
-    with pytest.raises(UserError, match="begun with fps=24.0, and this command has 12.0"):
-        prepare.main(["videos", str(videos), str(prepared), *OPTIONS, "--fps", "12", "--debug"])
 
 
 def test_sizes_that_no_tokenizer_takes_are_told_before_any_work(videos, tmp_path):
@@ -252,7 +246,7 @@ def test_an_image_is_a_video_of_one_frame(tmp_path):
     source.mkdir()
     rows = []
     for number, name in enumerate(("china.jpg", "flower.jpg")):
-        for place in range(20):
+        for place in range(10):
             picture = load_sample_image(name)[place * 15 : place * 15 + 120, place * 20 : place * 20 + 160]
             Image.fromarray(picture).save(source / f"{number}-{place}.png")
             rows.append(f"{number}-{place}.png,part {place} of {name[:-4]},{place / 2}\n")

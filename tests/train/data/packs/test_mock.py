@@ -10,13 +10,8 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import build_train_loader, build_validation_loader
-from megadit.train.data.packs.packed_batch import PackedBatch
 
-
-def assert_same(batch: PackedBatch, expected: PackedBatch) -> None:
-    assert batch.sample_ids == expected.sample_ids
-    for name in ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G"):
-        torch.testing.assert_close(getattr(batch, name), getattr(expected, name), rtol=0, atol=0)
+from ..test_loader import assert_same
 
 
 def build(config, rank=0, world_size=1):

@@ -1,7 +1,10 @@
 """`megadit prepare digits`: what the shards hold is what their captions say."""
 
 import json
+import shutil
 import tarfile
+from functools import cache
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -33,24 +36,39 @@ def read_samples(root, split: str) -> list[tuple[str, dict, dict]]:
     return samples
 
 
+SIZES = ("--num_clips", "30", "--num_images", "60", "--num_val", "20")
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     root = tmp_path_factory.mktemp("digits") / "dataset"
-    assert prepare.main(["digits", str(root), "--num_clips", "60", "--num_images", "120", "--num_val", "30"]) == 0
+    assert prepare.main(["digits", str(root), *SIZES]) == 0
     return root
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    """forty(source): the data set with as many samples to train on, made once."""
+
+    @cache
+    def forty(source: str) -> Path:
+        out = tmp_path_factory.mktemp(source) / source
+        assert prepare.main([source, str(out), "--num_images", "40"]) == 0
+        return out
+
+    return forty
 
 
 def test_counts(prepared):
     info = DatasetInfo.read(prepared)
-    assert info.num_samples == {"train": 180, "val": 30}
+    assert info.num_samples == {"train": 90, "val": 20}
     frames = [description["num_frames"] for _, description, _ in read_samples(prepared, "train")]
-    assert sorted(frames) == [1] * 120 + [digits.NUM_FRAMES] * 60
+    assert sorted(frames) == [1] * 60 + [digits.NUM_FRAMES] * 30
     assert info.sigma_data == 1 and info.latent_channels == DIGITS.channels
 
 
-def test_labelled_digits(tmp_path):
-    out = tmp_path / "out"
-    assert prepare.main(["digit_classes", str(out), "--num_images", "40"]) == 0
+def test_labelled_digits(forty):
+    out = forty("digit_classes")
     info, labels = DatasetInfo.read(out), load_text_encoder(out / "text_encoder")
     assert info.num_samples == {"train": 40, "val": 355} and labels.names == digits.DIGITS
     for _, description, tensors in read_samples(out, "train"):
@@ -62,10 +80,9 @@ def test_labelled_digits(tmp_path):
     assert [held_out.count(name) for name in digits.DIGITS] == counts
 
 
-def test_captioned_digits(tmp_path):
+def test_captioned_digits(forty):
     """Tokens are those of their captions, all of whose words have been learned."""
-    out = tmp_path / "out"
-    assert prepare.main(["digit_captions", str(out), "--num_images", "40"]) == 0
+    out = forty("digit_captions")
     words = load_text_encoder(out / "text_encoder")
     assert DatasetInfo.read(out).num_samples == {"train": 40, "val": 600} and words.num_words <= 512
     for _, description, tensors in read_samples(out, "train"):
@@ -73,10 +90,9 @@ def test_captioned_digits(tmp_path):
         assert torch.equal(tensors["text"].float(), found.features_BLE[0]) and len(tensors["text"]) <= 12
 
 
-def test_clips_labelled_by_what_they_show(tmp_path):
+def test_clips_labelled_by_what_they_show(forty):
     """By the demo's classifier, which measures colour and way; held out is each class at both speeds."""
-    out = tmp_path / "out"
-    assert prepare.main(["digit_clips", str(out), "--num_images", "40"]) == 0
+    out = forty("digit_clips")
     labels = load_text_encoder(out / "text_encoder")
     assert DatasetInfo.read(out).num_samples == {"train": 40, "val": 480} and len(set(labels.names)) == 240
     samples = read_samples(out, "train")
@@ -99,25 +115,19 @@ def test_clips_labelled_by_what_they_show(tmp_path):
     assert all(sorted(pixels) == pytest.approx([8 * 0.6, 8 * 1.25], abs=1) for pixels in pixels_of.values())
 
 
-@pytest.mark.parametrize(
-    "source", ["digit_classes", "digit_captions", "digit_clips", "digit_images", "digit_images_64"]
-)
-def test_digits_one_to_a_picture(tmp_path, capsys, source):
-    out, again = tmp_path / "out", ["--num_images", "40", "--overwrite"]
-    assert prepare.main([source, str(out), *again]) == 0
-    first = read_samples(out, "train")
-    assert prepare.main([source, str(out), *again, "--seed", "1"]) == 0
+@pytest.mark.parametrize("source", ["digit_classes", "digit_captions", "digit_clips", "digit_images"])
+def test_digits_one_to_a_picture(forty, tmp_path, capsys, source):
+    out, first = shutil.copytree(forty(source), tmp_path / "out"), read_samples(forty(source), "train")
+    assert prepare.main([source, str(out), "--num_images", "40", "--overwrite", "--seed", "1"]) == 0
     other = read_samples(out, "train")
     assert any(not torch.equal(x["latent"], y["latent"]) for (_, _, x), (_, _, y) in zip(first, other, strict=True))
     assert prepare.main([source, str(out)]) == 0 and "already prepared" in capsys.readouterr().out
     assert prepare.main([source, str(tmp_path / "none"), "--num_images", "0"]) == 2
 
 
-def test_digits_to_make_images_from_are_the_same_pictures_in_two_sizes(tmp_path):
+def test_digits_to_make_images_from_are_the_same_pictures_in_two_sizes(forty):
     """By one tokenizer, under one caption."""
-    small, large = tmp_path / "digit_images", tmp_path / "digit_images_64"
-    for out in (small, large):
-        assert prepare.main([out.name, str(out), "--num_images", "40"]) == 0
+    small, large = forty("digit_images"), forty("digit_images_64")
     tokenizer = load_tokenizer(small / "tokenizer")
     assert tokenizer.fingerprint() == load_tokenizer(large / "tokenizer").fingerprint()
     for (_, few, small_latent), (_, many, large_latent) in zip(
@@ -157,9 +167,8 @@ def test_a_second_run_does_nothing(prepared, capsys):
 
 
 def test_the_seed_decides_the_files(prepared, tmp_path):
-    sizes = ["--num_clips", "60", "--num_images", "120", "--num_val", "30"]
-    prepare.main(["digits", str(tmp_path / "same"), *sizes])
-    prepare.main(["digits", str(tmp_path / "other"), *sizes, "--seed", "1"])
+    prepare.main(["digits", str(tmp_path / "same"), *SIZES])
+    prepare.main(["digits", str(tmp_path / "other"), *SIZES, "--seed", "1"])
     original = (prepared / "train-000000.tar").read_bytes()
     assert (tmp_path / "same" / "train-000000.tar").read_bytes() == original
     assert (tmp_path / "other" / "train-000000.tar").read_bytes() != original

@@ -19,7 +19,13 @@ def test_what_nemo_s_documents_say(tmp_path, monkeypatch, capsys):
     assert prepare.main(argv) == 0
     told = capsys.readouterr().out
     settings = [word for word in told.split() if "=" in word]
-    run = resolve_config("pretrain_xl", overrides=[*settings, "data.num_workers=0", "data.text_seq_length=512"])
+    small = (
+        "data.num_workers=0",
+        "data.text_seq_length=512",
+        "data.shuffle_buffer_size=4",
+        "data.packing_buffer_size=4",
+    )
+    run = resolve_config("pretrain_xl", overrides=[*settings, *small])
     batch = next(iter(build_train_loader(run, rank=0, world_size=1)))
     assert {segment.grid for segment in batch.layout.segments if not segment.is_padding} == {(1, 4, 4)}
     assert DatasetInfo.read("dummy_images").num_samples == {"train": 14, "val": 2}

@@ -169,21 +169,18 @@ def test_a_seed_is_a_whole_number(seed):
         read_description(json.dumps({"fps": 0, "seed": seed}).encode())
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_what_is_refused(make, capsys):
+    folder = make()
+    before = shards(folder)
+    for more, message in (
         (["--count", "11"], "samples of another request"),
         (["--guidance", "3"], "samples of another request"),
         (["--height", "17"], "height=17"),
         (["--count", "0"], "must be"),
-    ],
-)
-def test_what_is_refused(make, more, message, capsys):
-    folder = make()
-    before = shards(folder)
-    with pytest.raises(AssertionError):
-        make(*more)
-    assert message in capsys.readouterr().err and shards(folder) == before
+    ):
+        with pytest.raises(AssertionError):
+            make(*more)
+        assert message in capsys.readouterr().err and shards(folder) == before, more
 
 
 def test_no_prompt_and_foreign_folders_are_refused(bundle, tmp_path, capsys):

@@ -194,16 +194,7 @@ def test_every_option_reaches_the_samples(make, tmp_path, monkeypatch, capfd):
     (tmp_path / "watched").mkdir()
     (tmp_path / "watched" / "scorer.py").write_text("def score(video, prompt):\n    return {'frames': len(video)}")
     (tmp_path / "prompts.txt").write_text("a bird\n")
-    more = [
-        "--prompt_file",
-        str(tmp_path / "prompts.txt"),
-        "--seed",
-        "7",
-        "--batch_size",
-        "2",
-        "--num_video_frames",
-        "1",
-    ]
+    more = ("--prompt_file", str(tmp_path / "prompts.txt"), *"--seed 7 --batch_size 2 --num_video_frames 1".split())
     out = make(*more, "--watch_dir", str(tmp_path / "watched"), "--device", "cpu", "--dtype", "float32")
     assert json.loads((out / SCORES_FILE).read_text())["means"]["frames"] == 1
     found = [*iter_descriptions(out, "train")]

@@ -76,7 +76,8 @@ def run_of(path, store):
     run = load_recipe("vit_digits")
     model = replace(run.model, learned_positions=(1, 2, 2), num_classes=3)
     encode = "on_the_fly" if store == "raw" else "precached"
-    data = replace(run.data, path=str(path), encode=encode, seq_length=5, text_seq_length=1, packing_buffer_size=3)
+    data = replace(run.data, path=str(path), encode=encode, seq_length=5, text_seq_length=1)
+    data = replace(data, packing_buffer_size=3, shuffle_buffer_size=3)
     return replace(run, model=model, data=data)
 
 

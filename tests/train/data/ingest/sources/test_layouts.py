@@ -24,6 +24,8 @@ from megadit.train.data.ingest.sources.rows import read_table
 from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.ingest.sources.webdataset import list_webdataset
 
+from .test_sources import add
+
 PICTURE = io.BytesIO()
 Image.new("RGB", (8, 8), "red").save(PICTURE, "png")
 PICTURE = PICTURE.getvalue()
@@ -393,9 +395,7 @@ def test_members_of_a_tar_file(tmp_path, members, wanted, others):
         for member in members:
             name, has_text, text = member.partition("=")
             content = text.encode() if has_text else PICTURE
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+            add(tar, name, content)
     if not wanted:
         with pytest.raises(UserError, match=next(iter(others.values()))):
             list_webdataset(tmp_path)
@@ -411,9 +411,7 @@ def archive(*names: str) -> bytes:
     with tarfile.open(fileobj=content, mode="w") as tar:
         for name in names:
             for suffix, data in ((".png", PICTURE), (".txt", f"a {name}".encode())):
-                info = tarfile.TarInfo(name + suffix)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+                add(tar, name + suffix, data)
     return content.getvalue()
 
 
