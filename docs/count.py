@@ -10,6 +10,7 @@ models/shared/ is left out.
 
 import ast
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -104,16 +105,15 @@ def files() -> list[str]:
 
 
 @cache
-def _tree(path: str) -> ast.Module:
+def tree(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
 
 @cache
 def source(path: str) -> Source:
     text = (ROOT / path).read_text(encoding="utf-8")
-    tree = _tree(path)
     definitions: dict[str, ast.AST] = {}
-    for node in tree.body:
+    for node in tree(path).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -122,31 +122,37 @@ def source(path: str) -> Source:
                 for name in ast.walk(target):
                     if isinstance(name, ast.Name):
                         definitions[name.id] = node
-    found = {}
-    for name, (file, there, _) in _imports(tree):
-        found[name] = (file, there)
+    found = {name: (file, there) for name, (file, there, _) in _imports(path)}
     return Source(path, len(text.splitlines()), definitions, found)
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str, bool]]]:
+@cache
+def _imports(path: str) -> list[tuple[str, tuple[str, str, bool]]]:
     """(name here, (file of ours, name there, whether it is imported when the file is)) of each import of ours."""
-    at_once = set(_at_import(tree))
-    for node in ast.walk(tree):
+    found = []
+    for node, at_once in statements(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megadit"):
             for alias in node.names:
-                here, is_at_once = alias.asname or alias.name, node in at_once
+                here = alias.asname or alias.name
                 if module := _file(f"{node.module}.{alias.name}"):
-                    yield here, (module, "", is_at_once)
+                    found.append((here, (module, "", at_once)))
                 elif module := _file(node.module):
-                    yield here, (module, alias.name, is_at_once)
+                    found.append((here, (module, alias.name, at_once)))
+    return found
 
 
-def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes outside of functions."""
-    for node in ast.iter_child_nodes(tree):
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from _at_import(node)
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def statements(module: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
+    """Each statement, outer ones first, and whether it runs when the file is imported."""
+    waiting = deque((node, True) for node in module.body)
+    while waiting:
+        node, at_once = waiting.popleft()
+        yield node, at_once
+        children = (child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS))
+        waiting += [(child, at_once and not isinstance(node, _FUNCTIONS)) for child in children]
 
 
 @cache
@@ -203,7 +209,7 @@ def count(question: Question) -> tuple[int, int, dict[str, int]]:
 
 def cycles() -> list[list[str]]:
     """Groups of files that import one another when they are imported."""
-    graph = {path: {file for _, (file, _, at_once) in _imports(_tree(path)) if at_once} for path in files()}
+    graph = {path: {file for _, (file, _, at_once) in _imports(path) if at_once} for path in files()}
     return [group for group in _groups(graph) if len(group) > 1]
 
 
@@ -251,7 +257,7 @@ def rooms() -> dict[str, Room]:
         here = path.split("/")
         for depth in range(1, len(here)):
             graphs.setdefault("/".join(here[:depth]), {}).setdefault(here[depth], set())
-        for _, (file, _, _) in _imports(_tree(path)):
+        for _, (file, _, _) in _imports(path):
             there = file.split("/")
             depth = next(i for i, (a, b) in enumerate(zip([*here, ""], [*there, ""], strict=False)) if a != b)
             if depth:

@@ -159,8 +159,8 @@ def main(argv: list[str] | None = None) -> int:
                 "machine", "torch", f"not installed: install {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer", True
             )
             return report.finish()
-        report.add("machine", describe_torch(run))
-        gpu = has_gpu(run)
+        rows, gpu = describe_torch(run)
+        report.add("machine", rows)
         for name in wanted:
             if name in MEASUREMENTS:
                 measurement = MEASUREMENTS[name]._replace(limit=MEASUREMENTS[name].limit * (1 if gpu else 10))
@@ -291,7 +291,8 @@ def missing_modules(run) -> dict[str, list[str]]:
     return json.loads(run([sys.executable, "-c", program, json.dumps(MODULES)]).stdout)
 
 
-def describe_torch(run) -> list[Row]:
+def describe_torch(run) -> tuple[list[Row], bool]:
+    """Rows of it, and whether it finds a GPU."""
     program = (
         "import json, torch\n"
         "gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
@@ -299,14 +300,15 @@ def describe_torch(run) -> list[Row]:
     )
     done = run([sys.executable, "-c", program])
     if done.returncode:
-        return [("torch", last_line(done.stderr), True)]
+        return [("torch", last_line(done.stderr), True)], False
     version, cuda, gpus = json.loads(done.stdout)
     too_old = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH
     names = ", ".join(gpus) or "none: tests marked gpu are skipped, the digits run uses the CPU"
-    return [
+    rows = [
         ("torch", f"{version}, CUDA {cuda}" + (" (too old: needed 2.9)" if too_old else ""), too_old),
         ("GPU", names, False),
     ]
+    return rows, bool(gpus)
 
 
 def run_tests(report: Report, environment: dict, missing: list[str], *, has_gpu: bool) -> None:
@@ -387,11 +389,6 @@ def summarize_run(metrics: Path, *, mock: bool) -> list[Row]:
         ("digits run", f"{len(steps)} steps on {kind}, {speed:.1f} steps/s", False),
         ("  loss", f"{first:.3f} -> {last:.3f}" + ("" if learned else " (does not fall)"), not learned),
     ]
-
-
-def has_gpu(run) -> bool:
-    done = run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"])
-    return done.stdout.strip() == "True"
 
 
 def last_line(text: str) -> str:

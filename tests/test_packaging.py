@@ -13,6 +13,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+import count
 import pytest
 from packaging.utils import canonicalize_name
 
@@ -215,7 +216,7 @@ MADE_AT_ONCE = {
 def third_party(tree: ast.Module, *, at_once: bool) -> set[str]:
     """Names that a file imports of others: where it begins, or anywhere."""
     names: set[str] = set()
-    for node in tree.body if at_once else ast.walk(tree):
+    for node in tree.body if at_once else [each for each, _ in count.statements(tree)]:
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -223,10 +224,9 @@ def third_party(tree: ast.Module, *, at_once: bool) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"megadit"}
 
 
-@cache
 def files_of(folder: str) -> dict[str, ast.Module]:
     paths = sorted((REPOSITORY / folder).rglob("*.py"))
-    return {path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {name: count.tree(name) for name in (path.relative_to(REPOSITORY).as_posix() for path in paths)}
 
 
 distributions_of_imports = cache(metadata.packages_distributions)

@@ -6,7 +6,8 @@ once, where a GPU waits for a copy: functions that take such numbers are wrapped
 too, but is off while a backward runs.
 """
 
-import traceback
+import linecache
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -172,7 +173,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _line() -> str:
     """The line of ours that sends or asks."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(name in frame.filename for name in _NOT_OURS):
-            return f"{frame.filename.rpartition('/')[2]}: {frame.line}"
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in _NOT_OURS):
+            return f"{name.rpartition('/')[2]}: {linecache.getline(name, frame.f_lineno).strip()}"
+        frame = frame.f_back
     return "no line of ours"

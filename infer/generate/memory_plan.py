@@ -7,6 +7,7 @@ Activations are the tensors alive at once in the largest step of each phase (rou
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -164,13 +165,19 @@ def num_blocks(config: NetworkConfig) -> int:
 
 def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
     """Bytes of a network's weights on the device, and in the host's memory."""
-    shapes, size = network_shapes(config), choices.dtype.itemsize
-    blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
-    around = size * sum(map(prod, shapes.values())) - blocks
+    blocks, around = (choices.dtype.itemsize * numbers for numbers in _network_numbers(config))
     resident, count = choices.running.resident_blocks, num_blocks(config)
     if resident is None or resident + 1 >= count:
         return blocks + around, 0
     return blocks * (resident + 1) // count + around, blocks
+
+
+@cache  # the same for all choices
+def _network_numbers(config: NetworkConfig) -> tuple[int, int]:
+    """Numbers in the blocks, and in the other weights."""
+    shapes = network_shapes(config)
+    blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
+    return blocks, sum(map(prod, shapes.values())) - blocks
 
 
 def _rows(settings: SamplingSettings, config: NetworkConfig) -> int:

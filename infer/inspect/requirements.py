@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -56,13 +57,18 @@ def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
 
 
 def _required(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
-    for text in metadata.requires(name) or []:
-        requirement = Requirement(text)
+    for requirement in _requirements(name):
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             yield requirement
 
 
+@cache
+def _requirements(name: str) -> list[Requirement]:
+    return list(map(Requirement, metadata.requires(name) or []))
+
+
+@cache
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

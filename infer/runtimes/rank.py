@@ -69,10 +69,9 @@ class Rank:
         self.denoiser.remove_adapter(name)
 
 
-def main() -> None:
-    """Serve requests until the connection ends."""
-    connection, sending = Connection(int(sys.argv[1])), threading.Lock()
-    questions, rank = queue.SimpleQueue(), Rank()
+def serve(connection: Connection) -> None:
+    """Serve requests until the connection ends, which ends the process."""
+    sending, questions, rank = threading.Lock(), queue.SimpleQueue(), Rank()
     threading.Thread(target=_receive, args=[connection, sending, questions], daemon=True).start()
     while True:
         what, arguments = questions.get()
@@ -103,4 +102,4 @@ def _receive(connection: Connection, sending: threading.Lock, questions: queue.S
 
 
 if __name__ == "__main__":
-    main()
+    serve(Connection(int(sys.argv[1])))

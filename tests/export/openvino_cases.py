@@ -32,6 +32,12 @@ ONE_TOKEN, USUAL = (1, 4, 4), (9, 16, 32)
 
 
 @pytest.fixture(scope="module")
+def exported() -> Bundle:
+    """What test_openvino.py has exported: to do it again takes most of the time of this process."""
+    return Bundle.open(os.environ["EXPORTED"], verify=True)
+
+
+@pytest.fixture(scope="module")
 def compared(exported, tmp_path_factory) -> Bundle:
     """The tiny bundle after `megadit export --format openvino`."""
     folder = tmp_path_factory.mktemp("openvino") / "tiny"

@@ -23,7 +23,6 @@ META = torch.device("meta")
 PROMPTS, BATCHES = ["a red seven moving left", "a blue two", ""], 2
 CALLS = {
     "plain": {"guidance": 1.0},
-    "guidance": {"guidance": 3.0},
     "interval": {"guidance": 3.0, "guidance_interval": (0.5, 5.0)},
     "two networks": {"guidance": 3.0, "low_guidance": 2.0},
     "cache": {"guidance": 3.0, "cache_budget": 0.1},
@@ -37,7 +36,7 @@ CALLS = {
 
 def pipeline(**settings):
     """One that has made these videos once, and so has sent what is kept."""
-    config = replace(CONFIG, conditioning_sigma=0.02)
+    config = replace(CONFIG, num_layers=1, conditioning_sigma=0.02)
     denoisers = [TorchDenoiser(DiT(config), device=META) for _ in range(2)]
     plans = []
     if settings.get("cache_budget"):
@@ -69,14 +68,13 @@ def test_a_batch_is_waited_for_once_and_a_video_as_it_comes(name):
     """Whether latents are finite is asked for a batch; pixels and latents come back for a video. Nothing is asked
     between two calls of the denoiser, whoever chooses by the noise level, and whoever is told it. What is sent are the
     keys of the noise, and each condition, which guidances of two networks make for each."""
-    make, levels = pipeline(**CALLS[name]), []
-    for on_step in (None, lambda step: levels.append(step.sigma)):
-        traffic = traffic_of(make, on_step, **CALLS[name])
-        of_clean = 2 if name == "conditioning" else 0  # which places are given, to the network and to stay
-        assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_clean, traffic.asked
-        assert sum(n for line, n in traffic.asked.items() if "isfinite" in line) == BATCHES
-        conditions = 4 if name == "two networks" else 2
-        assert traffic.sent.total() <= BATCHES * (1 + conditions) + (name == "conditioning"), traffic.sent
+    levels = []
+    traffic = traffic_of(pipeline(**CALLS[name]), lambda step: levels.append(step.sigma), **CALLS[name])
+    of_clean = 2 if name == "conditioning" else 0  # which places are given, to the network and to stay
+    assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_clean, traffic.asked
+    assert sum(n for line, n in traffic.asked.items() if "isfinite" in line) == BATCHES
+    conditions = 4 if name == "two networks" else 2
+    assert traffic.sent.total() <= BATCHES * (1 + conditions) + (name == "conditioning"), traffic.sent
     assert len(set(levels)) > 1
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megadit.infer.generate.outputs import output_paths
@@ -15,6 +15,7 @@ PROMPT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_si
 )
 
 
+@settings(max_examples=40)
 @given(
     st.lists(PROMPT, min_size=1),
     st.sampled_from(["\n", "\r\n", "\r"]),

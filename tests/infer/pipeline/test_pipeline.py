@@ -1,9 +1,11 @@
 import os
 import shutil
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -423,9 +425,14 @@ def test_a_checkpoint_that_was_written_during_a_conversion_is_converted_next(tmp
     assert len(conversions) == 2
 
 
-def test_a_failed_conversion_gives_its_reason(tmp_path):
+def test_a_failed_conversion_gives_its_reason(tmp_path, monkeypatch):
+    def failing(module, *arguments):
+        assert find_spec(module) and arguments == (str(tmp_path), str(tmp_path / "bundle"))
+        return [sys.executable, "-S", "-c", "raise SystemExit('a warning\\nerror: no whole checkpoint\\n')"]
+
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UserError, match=r"cannot convert .*; try: megadit bundle"):
+    monkeypatch.setattr(checkpoints, "python_module", failing)
+    with pytest.raises(UserError, match=r"cannot convert .* \(no whole checkpoint\); try: megadit bundle"):
         open_bundle(tmp_path)
 
 

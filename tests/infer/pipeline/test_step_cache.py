@@ -1,7 +1,9 @@
 import json
 import math
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -107,16 +109,17 @@ def test_a_plan_of_a_version_with_fewer_settings_is_found(pipeline):
         find_plan(plans, replace(settings, noise_scale=0.8))
 
 
-@pytest.fixture
-def calibrated(bundle_dir, tmp_path, monkeypatch, capsys, request):
+@pytest.fixture(scope="module")
+def calibrated(bundle_dir, tmp_path_factory, request):
     """A bundle with a plan for eight steps, under further settings if a test names them, and what the command said."""
     more = [str(word) for name, values in getattr(request, "param", {}).items() for word in (f"--{name}", *values)]
-    monkeypatch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 2)
-    shutil.copytree(bundle_dir, tmp_path / "bundle")
-    arguments = ["--checkpoint_path", str(tmp_path / "bundle"), "--num_steps", "8", "--cache_budget", "0.2"]
+    path = shutil.copytree(bundle_dir, tmp_path_factory.mktemp("calibrated") / "bundle")
+    arguments = ["--checkpoint_path", str(path), "--num_steps", "8", "--cache_budget", "0.2"]
     prompts = ["--prompt", "a", "b", "c", "d", "--seeds", "1", "2", "3", "4"]
-    assert calibrate_cache.main([*arguments, *prompts, *more, "--device", "cpu"]) == 0
-    return tmp_path / "bundle", capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as told:
+        patch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 2)
+        assert calibrate_cache.main([*arguments, *prompts, *more, "--device", "cpu"]) == 0
+    return path, told.getvalue()
 
 
 def test_calibration_stores_a_plan_that_keeps_its_budget(calibrated):
@@ -178,7 +181,7 @@ GIVEN = {
 def room(tmp_path_factory):
     """Clips of 9 frames, their first frames, and a mask."""
     folder, generator = tmp_path_factory.mktemp("room"), np.random.default_rng(0)
-    for number in range(20):
+    for number in range(11):
         colour = generator.integers(0, 200, 3) + 5 * np.arange(9)[:, None, None, None]
         frames = np.broadcast_to(colour.astype(np.uint8), (9, 16, 24, 3))
         write_video(folder / f"{number}.gif", frames, 8)
@@ -192,8 +195,8 @@ def room(tmp_path_factory):
 def asked(able_dir, room, tmp_path, monkeypatch):
     """asked(use, numbers): a copy of the able bundle, and what a command is told of so many videos."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 1)
-    monkeypatch.setattr(calibrate_cache, "NUM_ROUNDS", 1)
+    for name, number in (("NUM_DISTRIBUTED", 1), ("NUM_ROUNDS", 1), ("FEWEST_VIDEOS", 8)):
+        monkeypatch.setattr(calibrate_cache, name, number)
 
     def line(kind, number):
         files = {
@@ -204,7 +207,7 @@ def asked(able_dir, room, tmp_path, monkeypatch):
     def asked(kind, numbers):
         file = tmp_path / f"{kind}_{len(numbers)}.jsonl"
         file.write_text("\n".join(json.dumps(line(kind, number)) for number in numbers))
-        options = ["--prompt_file", str(file), "--num_steps", "8", "--num_frames", "9", "--cache_budget", "0.2"]
+        options = ["--prompt_file", str(file), "--num_steps", "6", "--num_frames", "9", "--cache_budget", "0.2"]
         return ["--checkpoint_path", str(bundle), "--device", "cpu", *options]
 
     bundle = shutil.copytree(able_dir, tmp_path / "bundle")
@@ -214,29 +217,29 @@ def asked(able_dir, room, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", GIVEN)
 def test_a_plan_for_given_parts_keeps_its_budget(asked, capsys, kind):
     """On pictures that it was not calibrated with; and it is for these places alone."""
-    assert calibrate_cache.main(asked(kind, range(16))) == 0
+    assert calibrate_cache.main(asked(kind, range(8))) == 0
     told = capsys.readouterr().out
     (stored,) = Bundle.open("bundle", verify=True).manifest["cache"]
-    assert 0 < len(stored["skipped"]) < 8 and 0 < stored["largest_error"] <= 0.85 * 0.2
+    assert 0 < len(stored["skipped"]) < 6 and 0 < stored["largest_error"] <= 0.85 * 0.2
 
     def latents(*more):
-        words = [*asked(kind, [16, 17, 18]), "--format", "safetensors", "--video_save_path", "out", *more]
+        words = [*asked(kind, [8, 9, 10]), "--format", "safetensors", "--video_save_path", "out", *more]
         assert generate(words) == 0, capsys.readouterr().err
         return torch.stack([load_file(path)["latents_CTHW"] for path in sorted(Path("out").glob("*.safetensors"))])
 
     errors = relative_errors(latents(), latents("--cache_budget", "0"))
     assert (errors > 0).all() and (errors <= 0.2).all()
     capsys.readouterr()
-    assert calibrate_cache.check(asked(kind, [16, 17, 18])) == 0
+    assert calibrate_cache.check(asked(kind, [8, 9, 10])) == 0
     checked = capsys.readouterr().out
     assert checked.startswith(told.split(",")[0] + "; 3 of 3 videos") and f"largest {errors.max():.4f}" in checked
-    other, common = next(each for each in GIVEN if each != kind), asked(kind, [16])
-    for words in (asked(other, [16, 17, 18]), [*common[:4], *common[6:], "--prompt", "a"]):
+    other, common = next(each for each in GIVEN if each != kind), asked(kind, [8])
+    for words in (asked(other, [8, 9, 10]), [*common[:4], *common[6:], "--prompt", "a"]):
         assert generate(words) == 2 and "was not calibrated for these settings" in capsys.readouterr().err
 
 
 def test_places_of_a_calibration_are_alike(asked, capsys):
-    words = asked("first_frame", range(16))
+    words = asked("first_frame", range(8))
     assert calibrate_cache.main([*words, "--prompt", "a"]) == 2
     assert "in the same places for all videos" in capsys.readouterr().err
 
@@ -244,17 +247,19 @@ def test_places_of_a_calibration_are_alike(asked, capsys):
 def test_windows_need_plans_before_any_is_made(asked, capsys):
     """Of the first, and of those that go on from one."""
     common = asked("first_frame", [0])
-    alone = [*common[:4], *common[6:], "--prompt", *"abcdefghijklmnop"]
+    alone = [*common[:4], *common[6:], "--prompt", *"abcdefgh"]
     assert calibrate_cache.main(alone) == 0
     long = [*alone, "--prompt", "a", "--total_frames", "17", "--video_save_path", "long.mp4"]
     assert generate(long) == 2
     assert "these settings and this con" in capsys.readouterr().err
-    assert calibrate_cache.main(asked("first_frame", range(16))) == 0
-    assert generate([*alone[:-16], "a", *long[-4:]]) == 0
+    assert calibrate_cache.main(asked("first_frame", range(8))) == 0
+    assert generate([*alone[:-8], "a", *long[-4:]]) == 0
 
 
-def test_calibrating_again_replaces_the_plan(calibrated):
-    path, _ = calibrated
+def test_calibrating_again_replaces_the_plan(calibrated, tmp_path, monkeypatch):
+    path = shutil.copytree(calibrated[0], tmp_path / "bundle")
+    for name in ("NUM_DISTRIBUTED", "NUM_ROUNDS"):
+        monkeypatch.setattr(calibrate_cache, name, 1)
     arguments = ["--checkpoint_path", str(path), "--num_steps", "8", "--device", "cpu", "--prompt", *"abcdefghijklmnop"]
     assert calibrate_cache.main([*arguments, "--cache_budget", "0.2"]) == 0
     assert calibrate_cache.main([*arguments, "--cache_budget", "0.1"]) == 0

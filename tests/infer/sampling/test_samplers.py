@@ -93,7 +93,7 @@ def test_order_of_convergence_on_gaussian_data(name):
 def test_order_of_convergence_on_a_mixture(name):
     """Where D is no longer linear in x, and bends where the components part."""
     exact = MIXTURE.solution(initial_state(), SIGMA_MIN)
-    order = order_of_convergence(SAMPLERS[name], MIXTURE.denoise, exact, num_steps=(128, 256, 512))
+    order = order_of_convergence(SAMPLERS[name], MIXTURE.denoise, exact, num_steps=(96, 192))
     assert order == pytest.approx(ORDERS[name], abs=0.25)
 
 
@@ -105,12 +105,9 @@ def denoiser_of_a_flow_network(x, sigma_B):
     return c_skip * x.double() + c_out * (x_t - x0) / t
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_solvers_keep_their_orders_with_a_flow_network(name):
-    exact = exact_solution(initial_state(), SIGMA_MIN)
-    assert order_of_convergence(SAMPLERS[name], denoiser_of_a_flow_network, exact) == pytest.approx(
-        ORDERS[name], abs=0.15
-    )
+def test_a_flow_network_is_the_same_denoiser():
+    x, sigma_B = initial_state(), torch.tensor([0.05, 20.0], dtype=torch.float64)
+    torch.testing.assert_close(denoiser_of_a_flow_network(x, sigma_B), ideal_denoiser(x, sigma_B))
 
 
 @pytest.mark.parametrize("schedule", [karras_sigmas, flow_sigmas])
