@@ -90,20 +90,6 @@ def visit(gateway, new_key):
 
 
 @pytest.fixture
-def url(gateway):
-    """Where the gateway listens, in a thread of this process."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(gateway), log_config=None, lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-@pytest.fixture
 def listen(gateway):
     """listen(most): the gateway behind a real web server that keeps so many connections; gives its port."""
     running = []
@@ -127,6 +113,12 @@ def listen(gateway):
     for server, thread in running:
         server.should_exit = server.force_exit = True
         thread.join()
+
+
+@pytest.fixture
+def url(listen):
+    """Where the gateway listens, in a thread of this process."""
+    return f"http://127.0.0.1:{listen(1000)}"
 
 
 @pytest.fixture(scope="session")

@@ -243,7 +243,7 @@ def dripping():
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.is_over = threading.Event()
-    threading.Thread(target=server.serve_forever).start()
+    threading.Thread(target=server.serve_forever, args=[0.02]).start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.is_over.set()
     server.shutdown()

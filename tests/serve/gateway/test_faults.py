@@ -248,11 +248,7 @@ def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventu
     assert client.get("/health/live").status_code == 200
     (inside / "filling").unlink()
     began = time.monotonic()
-    jobs = [
-        running,
-        *(answer.json()["id"] for answer in responds if answer.status_code == 200),
-        create().json()["id"],
-    ]
+    jobs = [running, *(answer.json()["id"] for answer in responds if answer.status_code == 200), create().json()["id"]]
     for video_id in jobs:
         eventually(lambda video_id=video_id: status(video_id) in ("completed", "failed"))
         video = client.get(f"/v1/videos/{video_id}").json()

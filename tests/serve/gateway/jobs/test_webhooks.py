@@ -41,7 +41,7 @@ def receiver():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.received, server.responds = received, responds
     server.url = f"http://127.0.0.1:{server.server_port}/hook"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02])
     thread.start()
     yield server
     server.shutdown()
@@ -202,7 +202,7 @@ def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch)
 
 def test_an_answer_without_end_is_over_in_time(gateway, ended, monkeypatch):
     """Of news that never ends, and of a head that does not."""
-    monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.5)
+    monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.2)
     for line in (b"HTTP/1.1 103 Early Hints\r\n\r\n", b"X: " + b"x" * 1000):
         with socket.create_server(("127.0.0.1", 0)) as server:
             key, job, _ = ended(f"http://127.0.0.1:{server.getsockname()[1]}/")
