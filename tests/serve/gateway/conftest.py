@@ -27,6 +27,7 @@ from megadit.serve.gateway.store import patience
 from megadit.serve.gateway.store.database import Database
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 from megadit.serve.launch.local_server import SHARED_MEMORY, Ports
+from megadit.serve.supervise import responds
 
 from .served_up import Service, processes
 
@@ -187,7 +188,7 @@ class RunningGateway:
             return KeyRing(database).add("somebody", limits=limits, webhook_url=webhook_url)[0]
 
     def is_ready(self) -> bool:
-        return is_ready(self.url)
+        return responds(f"{self.url}/health/ready")
 
     def metrics(self) -> str:
         return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
@@ -195,12 +196,6 @@ class RunningGateway:
     def restart(self) -> "RunningGateway":
         with self.log.open("ab") as log:
             return replace(self, process=subprocess.Popen(self.command, stdout=log, stderr=log))
-
-
-def is_ready(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health/ready", timeout=10).status_code == 200
-    return False
 
 
 @pytest.fixture
@@ -244,10 +239,11 @@ def start_gateway(tmp_path):
 
 
 def wait_for(condition, may_go_on=lambda: True, report=lambda: "", *, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.005
     while not condition():
         assert may_go_on() and time.monotonic() < deadline, f"did not happen: {report()}"
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.1)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,7 +45,8 @@ VIDEO = {"prompt": "a secret prompt"}
 
 
 def ask(port: int) -> int:
-    return httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=60).status_code
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=60) as answer:
+        return answer.status
 
 
 def is_closed(connection: socket.socket) -> bool:
