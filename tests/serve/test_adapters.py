@@ -212,7 +212,8 @@ def test_an_adapter_counts_by_its_bytes_in_memory(engine, bundle_dir, tmp_path):
 def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):
     """Of requests with no, one and two adapters in one batch: those whose rows change places get each other's videos,
     which a comparison with each alone cannot miss."""
-    alone = {name: asker(name) for name in CASES}
+    quick = partial(asker, num_steps=2)
+    alone = {name: quick(name) for name in CASES}
     for each in alone.values():
         run(engine, each)
     real = batches._scales
@@ -220,7 +221,7 @@ def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):
         order = dict(zip(CASES, CASES, strict=True)) | dict(zip(swapped, swapped[::-1], strict=True))
         rows = [list(CASES).index(name) for name in order.values()]
         monkeypatch.setattr(batches, "_scales", lambda scales, names, rows=rows: real([scales[r] for r in rows], names))
-        together = {name: asker(name) for name in CASES}
+        together = {name: quick(name) for name in CASES}
         run(engine, *together.values())
         assert {each.videos[0].batch_size for each in together.values()} == {len(CASES)}
         differs = {name: np.abs(array(together[name]) - array(alone[name])).max() for name in CASES}
@@ -242,22 +243,22 @@ def test_nothing_of_an_adapter_stays(engine, frames):
 
 
 def test_adapters_are_read_once_and_the_oldest_dropped(engine, monkeypatch):
-    read = []
+    read, quick = [], partial(asker, num_steps=1)
     real = adapter_cache.read_adapter_of
     monkeypatch.setattr(adapter_cache, "read_adapter_of", lambda path, bundle: read.append(path) or real(path, bundle))
     dit = engine.pipeline.denoiser._denoiser.dit
     for _ in range(2):
-        run(engine, *map(asker, CASES))
+        run(engine, *map(quick, CASES))
     assert len(read) == len(adapter_names(dit)) == 3
     engine.pipeline._adapters._cached_bytes = 0
-    run(engine, asker("one"))
+    run(engine, quick("one"))
     assert len(read) == 4 and not adapter_names(dit), "beyond the bytes all go that nobody uses"
     engine.pipeline._adapters._cached_bytes = 10**9
     monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 2)
     for name in ("one", "two", "three", "two", "three"):
-        run(engine, asker(name))
+        run(engine, quick(name))
     assert len(read) == 7 and len(adapter_names(dit)) == 2, "beyond their number the oldest"
-    run(engine, asker("one"))
+    run(engine, quick("one"))
     assert len(read) == 8
 
 

@@ -43,7 +43,7 @@ def asked(gateway, pipeline):
     requests, ended = [], threading.Event()
 
     def work() -> None:
-        while not ended.wait(0.005):
+        while not ended.wait(0.02):
             if (job := gateway.store.claim(frozenset({"text_to_video"}))) is None:
                 continue
             requests.append(job.request)

@@ -34,11 +34,10 @@ def post(client, content, kind: str, route: str = "/v1/videos"):
 def test_a_form_of_one_line_is_read_only_where_it_has_few_fields(visit):
     """A megabyte of `&` takes a second to parse, of which the event loop once spent all."""
     client = visit()
-    for text in (b"&" * (1 << 20), b"a=1&" * 65, b"prompt=a" + b"&a" * 64, b"a=\xff"):
+    for text in (b"&" * (1 << 20), b"a=1&" * 65, b"prompt=a" + b"&a" * 64):
         for kind in (LINE, "Application/X-WWW-Form-Urlencoded; charset=utf-8"):
-            with mock.patch("urllib.parse.unquote_plus", side_effect=AssertionError) as parsed:
-                assert post(client, text, kind).status_code == 400, text[:20]
-            assert not parsed.called
+            answer = post(client, text, kind)
+            assert answer.status_code == 400 and "Max number of fields exceeded" in answer.text, text[:20]
             assert post(client, text, kind, "/v1/adapters").status_code == 415
 
 
@@ -56,7 +55,7 @@ def test_a_field_of_a_form_is_given_once(visit):
 
 def test_a_form_of_one_line_is_utf8(visit):
     client = visit()
-    for text in (b"prompt=%ff", b"prompt=caf%E9", b"prompt=a%C3"):
+    for text in (b"prompt=\xff", b"prompt=%ff", b"prompt=caf%E9", b"prompt=a%C3"):
         assert post(client, text, LINE).status_code == 400, text
     assert post(client, b"prompt=caf%C3%A9", LINE).json()["prompt"] == "café"
 

@@ -4,6 +4,7 @@ import os
 import stat
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -89,11 +90,11 @@ def test_a_page_keeps_uploads_in_a_folder_of_its_own_which_goes_with_it(server, 
     pytest.importorskip("gradio")
     from megadit.serve.page.layout import build_page, launch
 
-    studio = Studio(VideoClient(f"grpc://{server.grpc_url}"))
+    studio, most = Studio(VideoClient(f"grpc://{server.grpc_url}")), 1 << 20
+    studio.info = replace(studio.info, limits=replace(studio.info.limits, max_media_bytes=most))
     before = set(Path(tempfile.gettempdir(), "gradio").rglob("*"))
     page = build_page(studio)
     address = launch(page, studio, host="127.0.0.1", port=None)
-    most = studio.info.limits.max_media_bytes
     codes = [
         httpx.post(
             f"{address}gradio_api/upload", files={"files": ("a.mp4", os.urandom(8) + bytes(most - 1000))}, timeout=60
