@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-FAULTS = ("refuse", "kill", "hang", "half", "garbled", "bad gateway")
-"""Before it is passed on, after, never answered, cut in its middle, other bytes, a balancer's own answer."""
+FAULTS = ("refuse", "kill", "hang", "half", "bad gateway")
+"""Before it is passed on, after, never answered, cut in its middle, a balancer's own answer; "garbled", of a
+video alone, is other bytes of the same length."""
 
 
 @dataclass

@@ -73,6 +73,15 @@ def test_whatever_breaks_wherever_the_video_comes(kind, proxy, client, gateway, 
     assert any(deleted) and deleted == sorted(deleted), "in the end, when it was here"
 
 
+def test_bytes_that_are_not_the_video_are_fetched_again(proxy, client, make):
+    proxy.faults = [Fault(ASKED["content"], "garbled", 2)]
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(make)
+        (video,) = client.generate(REQUEST)
+        made.result()
+    assert video.data == b"the video" * 99 and proxy.faults[0].times == 0
+
+
 @pytest.mark.parametrize("place", ("stream", "poll", "content"))
 def test_a_gateway_that_stays_away_has_the_video_all_the_same(place, proxy, client, gateway, make):
     client._patience = 0.5
