@@ -4,10 +4,12 @@ import base64
 import json
 import math
 import queue
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -258,6 +260,12 @@ def _grpc_error(error: InferenceServerException) -> ServiceError:
 # ------------------------------------------------------------------------------------------------------ HTTP
 
 
+@cache
+def tls_context() -> ssl.SSLContext:
+    """The certificates that httpx trusts, for all requests of a process: reading them takes longer than most."""
+    return httpx.create_ssl_context()
+
+
 @dataclass(slots=True)
 class _Http:
     """Triton's `/generate_stream`: server-sent events, for networks without gRPC; bytes are sent as numbers."""
@@ -279,7 +287,7 @@ class _Http:
 
     def _get(self, path: str) -> httpx.Response:
         try:
-            answer = httpx.get(self.url + path, timeout=_CONNECT_SECONDS)
+            answer = httpx.get(self.url + path, timeout=_CONNECT_SECONDS, verify=tls_context())
         except httpx.HTTPError as error:
             raise UnavailableError(f"no Triton server responds at {self.url}: {error}") from error
         if answer.is_error:
@@ -307,6 +315,7 @@ class _Http:
                 f"{self.url}/v2/models/{model}/generate_stream",
                 json=body,
                 timeout=httpx.Timeout(_CONNECT_SECONDS, read=timeout),
+                verify=tls_context(),
             ) as answer:
                 if answer.is_error:
                     raise _http_error(answer.status_code, answer.read().decode(errors="replace"))

@@ -81,7 +81,7 @@ class Collector:
         deadline = time.monotonic() + seconds
         while not is_there():
             assert time.monotonic() < deadline, [(span.name, span.trace) for span in self._received]
-            time.sleep(0.05)
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def collecting() -> Iterator[Collector]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     collector = Collector(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
     thread.start()
     try:
         yield collector

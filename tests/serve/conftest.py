@@ -140,6 +140,8 @@ def kept_running():
     return keep
 
 
+_SECONDS_TO_CRASH = 2.0
+"""Its connections break so long before it ends."""
 _KEPT: dict = {}
 """For each running server of `kept_running` what waits until it serves."""
 
@@ -170,8 +172,8 @@ def once_more_after_a_crash(test):
 
 
 def _has_ended(server, process: int) -> bool:
-    """Whether a server's process is another one or ends within a moment: its connections break shortly before."""
-    deadline = time.monotonic() + 2
+    """Whether a server's process is another one, or ends within a moment."""
+    deadline = time.monotonic() + _SECONDS_TO_CRASH
     while server.process.pid == process and server.process.is_alive():
         if time.monotonic() > deadline:
             return False

@@ -52,13 +52,7 @@ def frames(monkeypatch):
 
 
 REQUEST = VideoRequest(prompt="a red seven", seed=5)
-CASES = {
-    "none": (),
-    "one": ("one",),
-    "two": ("two:0.5",),
-    "two of them": ("one:0.7", "three:-1"),
-    "three": ("three",),
-}
+CASES = {"none": (), "one": ("one",), "two": ("two:0.5",), "two of them": ("one:0.7", "three:-1"), "three": ("three",)}
 
 
 def asker(name: str, **fields) -> Asker:
@@ -218,7 +212,8 @@ def test_an_adapter_counts_by_its_bytes_in_memory(engine, bundle_dir, tmp_path):
 def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):
     """Of requests with no, one and two adapters in one batch: those whose rows change places get each other's videos,
     which a comparison with each alone cannot miss."""
-    alone = {name: asker(name) for name in CASES}
+    quick = partial(asker, num_steps=2)
+    alone = {name: quick(name) for name in CASES}
     for each in alone.values():
         run(engine, each)
     real = batches._scales
@@ -226,7 +221,7 @@ def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):
         order = dict(zip(CASES, CASES, strict=True)) | dict(zip(swapped, swapped[::-1], strict=True))
         rows = [list(CASES).index(name) for name in order.values()]
         monkeypatch.setattr(batches, "_scales", lambda scales, names, rows=rows: real([scales[r] for r in rows], names))
-        together = {name: asker(name) for name in CASES}
+        together = {name: quick(name) for name in CASES}
         run(engine, *together.values())
         assert {each.videos[0].batch_size for each in together.values()} == {len(CASES)}
         differs = {name: np.abs(array(together[name]) - array(alone[name])).max() for name in CASES}
@@ -248,22 +243,22 @@ def test_nothing_of_an_adapter_stays(engine, frames):
 
 
 def test_adapters_are_read_once_and_the_oldest_dropped(engine, monkeypatch):
-    read = []
+    read, quick = [], partial(asker, num_steps=1)
     real = adapter_cache.read_adapter_of
     monkeypatch.setattr(adapter_cache, "read_adapter_of", lambda path, bundle: read.append(path) or real(path, bundle))
     dit = engine.pipeline.denoiser._denoiser.dit
     for _ in range(2):
-        run(engine, *map(asker, CASES))
+        run(engine, *map(quick, CASES))
     assert len(read) == len(adapter_names(dit)) == 3
     engine.pipeline._adapters._cached_bytes = 0
-    run(engine, asker("one"))
+    run(engine, quick("one"))
     assert len(read) == 4 and not adapter_names(dit), "beyond the bytes all go that nobody uses"
     engine.pipeline._adapters._cached_bytes = 10**9
     monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 2)
     for name in ("one", "two", "three", "two", "three"):
-        run(engine, asker(name))
+        run(engine, quick(name))
     assert len(read) == 7 and len(adapter_names(dit)) == 2, "beyond their number the oldest"
-    run(engine, asker("one"))
+    run(engine, quick("one"))
     assert len(read) == 8
 
 
@@ -293,10 +288,7 @@ def test_adapters_at_fault_fail_alone(engine, adapter_dir, bundle_dir, tmp_path)
     }
     bad = {name: Asker(replace(REQUEST, adapters=(name,))) for name in faults}
     bad["twice"], faults["twice"] = Asker(replace(REQUEST, adapters=("one", "one:2"))), "given twice"
-    bad["many"], faults["many"] = (
-        Asker(replace(REQUEST, adapters=tuple("abcde"))),
-        "service supports up to 4",
-    )
+    bad["many"], faults["many"] = (Asker(replace(REQUEST, adapters=tuple("abcde"))), "service supports up to 4")
     good = [asker("one"), asker("none")]
     run(engine, *bad.values(), *good)
     for name, each in bad.items():
@@ -330,33 +322,37 @@ def test_a_service_without_a_folder_takes_none(engine, bundle_dir, tmp_path):
 # ------------------------------------------------------------------------------------------------ a real tritonserver
 
 
-@pytest.mark.parametrize("scheme", ["grpc", "http"])
-def test_served_videos_are_those_of_generate(server, bundle_dir, adapter_dir, scheme, tmp_path, monkeypatch):
-    """Together and one after the other; what is asked without adapters is the base bit for bit."""
-    client = VideoClient(f"{scheme}://{server.grpc_url if scheme == 'grpc' else server.http_url}")
+def test_served_videos_are_those_of_generate(server, bundle_dir, adapter_dir, tmp_path, monkeypatch):
+    """Over gRPC and HTTP, together and one after the other; what is asked without adapters is the base bit for bit."""
+    urls = (f"grpc://{server.grpc_url}", f"http://{server.http_url}")
+    clients = [VideoClient(url) for url in urls]
     with ThreadPoolExecutor(len(CASES)) as threads:
         asked = [replace(REQUEST, adapters=texts) for texts in CASES.values()]
-        together = dict(zip(CASES, threads.map(client.generate, asked), strict=True))
+        made = threads.map(lambda client, each: client.generate(each), itertools.cycle(clients), asked)
+        together = dict(zip(CASES, made, strict=True))
     pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
-    base = pipeline(["a red seven"], seeds=5)[0].video
-    assert np.array_equal(frames_of(client.generate(REQUEST)[0].data), frames_of(encode_mp4(base, 8)))
-    alone = {name: client.generate(replace(REQUEST, adapters=CASES[name]))[0].data for name in ("one", "two")}
-    assert alone["one"] == client.generate(replace(REQUEST, adapters=("one",)))[0].data, "A, B, A"
+    base = frames_of(encode_mp4(pipeline(["a red seven"], seeds=5)[0].video, 8))
+    alone = []
+    for client in clients:
+        assert np.array_equal(frames_of(client.generate(REQUEST)[0].data), base)
+        alone += [client.generate(replace(REQUEST, adapters=CASES[name]))[0].data for name in ("one", "two")]
+        with pytest.raises(AdapterNotFoundError, match="there is no adapter 'nowhere'"):
+            client.generate(replace(REQUEST, adapters=("nowhere",)))
+        with pytest.raises(InvalidRequestError, match="no path"):
+            client.generate(replace(REQUEST, adapters=("../one",)))
+        assert client.adapters() == ["one", "three", "two"]
+    assert alone[:2] == alone[2:], "A, B, A"
     for name, texts in CASES.items():
         scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
         paths = {str(find_adapter(adapter_dir, each, 1 << 30)): scale for each, scale in scales.items()}
         expected = encode_mp4(pipeline(["a red seven"], seeds=5, adapters=paths)[0].video, 8)
         assert np.abs(frames_of(together[name][0].data) - frames_of(expected)).max() <= 1, name
-    with pytest.raises(AdapterNotFoundError, match="there is no adapter 'nowhere'"):
-        client.generate(replace(REQUEST, adapters=("nowhere",)))
-    with pytest.raises(InvalidRequestError, match="no path"):
-        client.generate(replace(REQUEST, adapters=("../one",)))
-    assert client.adapters() == ["one", "three", "two"]
     monkeypatch.chdir(tmp_path)
-    ask = ["serve", "ask", "a red seven", "--seed", "5", "--url", f"{scheme}://{client.url.split('://')[-1]}"]
-    assert verbs.main([*ask, "--adapter", "one:0.7", "--adapter", "three:-1", "-o", "theirs.mp4"]) == 0
-    theirs = frames_of((tmp_path / "theirs.mp4").read_bytes())
-    assert np.abs(theirs - frames_of(together["two of them"][0].data)).max() <= 1
+    for url in urls:
+        ask = ["serve", "ask", "a red seven", "--seed", "5", "--url", url]
+        assert verbs.main([*ask, "--adapter", "one:0.7", "--adapter", "three:-1", "-o", "theirs.mp4"]) == 0
+        theirs = frames_of((tmp_path / "theirs.mp4").read_bytes())
+        assert np.abs(theirs - frames_of(together["two of them"][0].data)).max() <= 1
     assert verbs.main([*ask, "--adapter", "nowhere"]) == 2
 
 

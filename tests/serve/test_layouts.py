@@ -1,5 +1,6 @@
 """Layouts that people have, a row of each kind, through every command: convert, generate, merge, export and serve."""
 
+import functools
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
-from megadit.models.commands.convert import main
+from megadit.models.commands import convert
 from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.serve.backend.engine import Engine
@@ -31,7 +32,7 @@ ASKED = {"num_frames": 1, "height": 16, "width": 16, "num_steps": 2, "guidance":
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """Arguments of a tiny tokenizer and a text encoder."""
+    """Arguments of a tiny tokenizer, which is read once for all rows, and of a text encoder."""
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     root = tmp_path_factory.mktemp("parts")
     torch.manual_seed(0)
@@ -39,14 +40,16 @@ def parts(tmp_path_factory):
         root / "vae"
     )
     HashedWordEncoder(dim=8).save(root / "words")
-    return ["--tokenizer", str(root / "vae"), "--text_encoder", str(root / "words")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "published_tokenizer", functools.cache(convert.published_tokenizer))
+        yield ["--tokenizer", str(root / "vae"), "--text_encoder", str(root / "words")]
 
 
 @pytest.fixture(scope="module")
 def converted(parts, tmp_path_factory):
     """(bundle, path of an adapter of it)."""
     root = tmp_path_factory.mktemp("converted")
-    assert main([str(READ["diffusers"](root / "theirs")), str(root / "bundle"), *parts]) == 0
+    assert convert.main([str(READ["diffusers"](root / "theirs")), str(root / "bundle"), *parts]) == 0
     return Bundle.open(root / "bundle"), make_adapter(root / "one", root / "bundle", 1, patterns=("blocks.*",))
 
 
@@ -64,7 +67,7 @@ def distance(found, expected):
 def test_rows_become_one_bundle_and_its_video(layout, converted, parts, tmp_path):
     """Every later command sees the bundle alone: weights, parts and defaults are the same to the byte."""
     bundle, _ = converted
-    assert main([str(READ[layout](tmp_path / "theirs")), str(tmp_path / "bundle"), *parts]) == 0
+    assert convert.main([str(READ[layout](tmp_path / "theirs")), str(tmp_path / "bundle"), *parts]) == 0
     found = Bundle.open(tmp_path / "bundle", verify=True)
     assert found.manifest["files"] == bundle.manifest["files"] and found.config == bundle.config
     released = replace(found.defaults, schedule=bundle.defaults.schedule)

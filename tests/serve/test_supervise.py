@@ -81,8 +81,9 @@ def test_a_first_start_that_fails_is_told_at_once():
 
 
 @pytest.fixture
-def signals():
-    """Puts back what handled them."""
+def signals(monkeypatch):
+    """Looked for often; puts back what handled them."""
+    monkeypatch.setattr(up, "_SECONDS_BETWEEN_LOOKS", 0.02)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
     for number, handler in handlers.items():
@@ -94,7 +95,7 @@ def test_a_server_that_starts_when_it_is_told_to_stop_is_stopped(signals):
 
     def prepare():
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.5)  # long enough for the first attempt to stop what is not there yet
+        time.sleep(0.5)  # long enough for the first attempt to stop what is not there yet
 
     sleeper = OwnedProcess(
         command=["sleep", "600"], name="sleeper", addresses="nowhere", is_ready=lambda: True, ailment=lambda: None,
@@ -126,7 +127,7 @@ def test_a_server_that_just_starts_is_renewed_once_it_is_ready(signals):
         ailment=lambda: None, start_seconds=60, stop_seconds=60, prepare=prepare,
     )  # fmt: skip
     with ThreadingHTTPServer(("127.0.0.1", 0), Idle) as idle:
-        threading.Thread(target=idle.serve_forever, daemon=True).start()
+        threading.Thread(target=idle.serve_forever, args=[0.02], daemon=True).start()
         assert supervise([sleeper], renew) == 0
         idle.shutdown()
     assert next(starts) == 2

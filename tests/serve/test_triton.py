@@ -1,13 +1,12 @@
 """The service in a real tritonserver: the videos of `generate`, over every way in, and no request that breaks it."""
 
 import io
-import os
-import signal
-import threading
+import queue
 import time
 import urllib.request
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
+from unittest import mock
 
 import av
 import httpx
@@ -27,6 +26,7 @@ from megadit.serve.events import (
     UnavailableError,
     VideoResult,
 )
+from tests.serve import conftest
 from tests.serve.conftest import once_more_after_a_crash
 from tests.serve.gateway.served_up import num_waiting
 
@@ -84,7 +84,8 @@ def test_info_tells_defaults_limits_and_samplers(client):
 
 def test_images_have_a_model_of_their_own(server, pipeline):
     client = VideoClient(f"http://{server.http_url}", model=IMAGE_MODEL)
-    (image,) = client.generate(VideoRequest(prompt="a five", seed=2))
+    with mock.patch("ssl.create_default_context", None):  # certificates were read: they take longer than a request
+        (image,) = client.generate(VideoRequest(prompt="a five", seed=2))
     expected = pipeline(["a five"], seeds=2, num_frames=1)[0].video[0]
     assert image.media_type == "image/png"
     assert np.array_equal(iio.imread(image.data, extension=".png"), expected)
@@ -92,38 +93,23 @@ def test_images_have_a_model_of_their_own(server, pipeline):
         client.generate(VideoRequest(prompt="a five", num_frames=2))
 
 
-def test_nemo_s_names_of_inputs_work(server, client, pipeline):
+def test_nemo_s_names_of_inputs_work(server):
     body = {"prompt": "a", "unconditional_guidance_scale": 3.0, "inference_steps": 2, "seed": 4, "eta": 0.0}
     answer = httpx.post(f"http://{server.http_url}/v2/models/text_to_video/generate_stream", json=body).text
     assert answer.count('\\"type\\": \\"progress\\"') == 2
     assert '\\"guidance\\": 3.0' in answer
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prompt": "x" * 2**20},
-        {"prompt": "bell\x07"},
-        {"prompt": "nul\0"},
-        {"guidance": float("nan")},
-        {"guidance": -1.0},
-        {"guidance": float("inf")},
-        {"num_steps": -3},
-        {"num_steps": 2**31 - 1},
-        {"num_steps": 2**40},
-        {"num_frames": 2**31 - 1},
-        {"height": 17},
-        {"width": 2**30},
-        {"fps": 1e30},
-        {"num_videos": 10**6},
-        {"seed": 2**64},
-        {"sampler": "x" * 2**20},
-        {"num_steps": "four"},
-    ],
-)
-def test_bad_requests_are_refused(client, change):
-    with pytest.raises(InvalidRequestError):
-        client.generate(replace(VideoRequest(prompt="a"), **change), timeout=SECONDS)
+def test_bad_requests_are_refused(client):
+    """Those that a transport might change or cut; all others are the engine's (test_engine.py)."""
+    for change in (
+        *({"prompt": text} for text in ("x" * 2**20, "bell\x07", "nul\0")),
+        *({"guidance": scale} for scale in (float("nan"), float("inf"), -1.0)),
+        *({"num_steps": steps} for steps in (-3, 2**31 - 1, 2**40, "four")),
+        *({"seed": 2**64}, {"fps": 1e30}, {"height": 17}, {"num_videos": 10**6}),
+    ):
+        with pytest.raises(InvalidRequestError):
+            print(change, client.generate(replace(VideoRequest(prompt="a"), **change), timeout=SECONDS))
 
 
 RAW = [
@@ -143,36 +129,31 @@ RAW = [
 ]
 
 
-@pytest.mark.parametrize("name, array, kind", RAW, ids=[f"{name}-{kind}-{array.shape}" for name, array, kind in RAW])
-def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server, name, array, kind):
+def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server):
     """What no client of ours would send: the answer is an error, and soon."""
-    tensors = []
-    if name != "prompt":
-        tensors.append(tritonclient.InferInput("prompt", [array.shape[0], 1], "BYTES"))
-        tensors[0].set_data_from_numpy(np.array([[b"a"]] * array.shape[0], np.object_))
-    tensors.append(tritonclient.InferInput(name, array.shape, kind))
-    tensors[-1].set_data_from_numpy(array)
-    responds, answered = [], threading.Event()
-
-    def note(result, error):
-        responds.append(error)
-        answered.set()
-
-    with tritonclient.InferenceServerClient(server.grpc_url) as raw:
-        raw.start_stream(note, stream_timeout=SECONDS)
-        raw.async_stream_infer("text_to_video", tensors, enable_empty_final_response=True)
-        assert answered.wait(SECONDS)
-        raw.stop_stream(cancel_requests=True)
-    assert responds[0] is not None
-    assert "Deadline" not in str(responds[0])
+    for name, array, kind in RAW:
+        case = (name, kind, array.shape)
+        tensors = []
+        if name != "prompt":
+            tensors.append(tritonclient.InferInput("prompt", [array.shape[0], 1], "BYTES"))
+            tensors[0].set_data_from_numpy(np.array([[b"a"]] * array.shape[0], np.object_))
+        tensors.append(tritonclient.InferInput(name, array.shape, kind))
+        tensors[-1].set_data_from_numpy(array)
+        answers = queue.Queue()
+        with tritonclient.InferenceServerClient(server.grpc_url) as raw:
+            raw.start_stream(lambda result, error, answers=answers: answers.put(error), stream_timeout=SECONDS)
+            raw.async_stream_infer("text_to_video", tensors, enable_empty_final_response=True)
+            error = answers.get(timeout=SECONDS)
+            raw.stop_stream(cancel_requests=True)
+        assert error is not None and "Deadline" not in str(error), case
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"prompt": 5}', b'{"prompt": ["a", "b"]}', b'{"seed": 1}', b"\xff"]
-)
-def test_malformed_json_is_answered(server, body):
+def test_malformed_json_is_answered(server):
     url = f"http://{server.http_url}/v2/models/text_to_video/generate_stream"
-    assert "error" in httpx.post(url, content=body, timeout=SECONDS).text
+    bodies = (b"", b"{", b"[]", b'{"prompt": 5}', b'{"prompt": ["a", "b"]}', b'{"seed": 1}', b"\xff")
+    with httpx.Client(timeout=SECONDS) as http:
+        for body in bodies:
+            assert "error" in http.post(url, content=body).text, body
 
 
 def test_the_service_still_works_after_all_that(client):
@@ -198,16 +179,16 @@ def seconds_until_free(client: VideoClient) -> float:
 @once_more_after_a_crash
 def test_cancels_free_the_slot(server, client):
     """Each long request would take many seconds; after its cancel, a short one is served at once."""
-    randomness, waits = np.random.default_rng(0), []
-    for _ in range(8):
-        generation, last = client.stream(LONG), int(randomness.integers(1, 60))
+    waits = []
+    for last in (1, 8, 40):
+        generation = client.stream(LONG)
         with pytest.raises(CancelledError):
             for event in generation:
                 assert not isinstance(event, VideoResult)
                 if event.step >= last:
                     generation.cancel()
         waits.append(seconds_until_free(client))
-    assert max(waits) < 0.9 * client_seconds(client, LONG, share=0.05) / 0.05, "a slot stayed taken"
+    assert max(waits) < 0.9 * client_seconds(client, LONG, share=0.01) / 0.01, "a slot stayed taken"
 
 
 def client_seconds(client: VideoClient, request: VideoRequest, *, share: float) -> float:
@@ -240,7 +221,7 @@ REQUESTS = [
         VideoRequest(prompt=f"number {index}", seed=index),
         **[{}, {"num_frames": 1}, {"height": 8, "width": 8}, {"num_steps": 2, "guidance": 1.0}][index % 4],
     )
-    for index in range(40)
+    for index in range(16)
 ]
 
 
@@ -250,8 +231,8 @@ def wanted(request: VideoRequest) -> dict:
     return {name: value for name, value in request.to_inputs().items() if name in names}
 
 
-def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, grpc_client, pipeline):
-    """Five at once of each client, half of the clients over HTTP, while a long request lets them queue."""
+def test_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, grpc_client, pipeline):
+    """Two at once of each client, half of the clients over HTTP, while a long request lets them queue."""
     urls = [f"grpc://{server.grpc_url}", f"http://{server.http_url}"]
     clients = [VideoClient(urls[index % 2]) for index in range(8)]
     blocker = grpc_client.stream(LONG)
@@ -259,7 +240,7 @@ def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, g
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
         responds = [
             threads.submit(client.generate, request, timeout=120)
-            for client, request in zip(clients * 5, REQUESTS, strict=True)
+            for client, request in zip(clients * 2, REQUESTS, strict=True)
         ]
         while num_waiting(server.ports) < len(REQUESTS):
             assert not any(answer.done() for answer in responds)
@@ -306,17 +287,18 @@ def test_metrics_are_served(server):
         assert b'nv_inference_request_success{model="text_to_video"' in answer.read()
 
 
-def test_a_crash_of_triton_fails_no_test(server, grpc_client):
-    """What `once_more_after_a_crash` repeats: a server that dies in the test, and nothing else."""
-    ran = []
+def test_a_crash_of_triton_fails_no_test(monkeypatch):
+    """What `once_more_after_a_crash` repeats: a test whose server died meanwhile, and nothing else."""
+    server, ran = mock.Mock(), []
+    monkeypatch.setitem(conftest._KEPT, server, lambda: None)
+    monkeypatch.setattr(conftest, "_SECONDS_TO_CRASH", 0.0)
 
     @once_more_after_a_crash
     def crashes_once(server):
         ran.append(server.process.pid)
         if len(ran) == 1:
-            os.kill(server.process.pid, signal.SIGKILL)
-            grpc_client.generate(VideoRequest(prompt="a"))
-        assert len(grpc_client.generate(VideoRequest(prompt="a"))) == 1
+            server.process.pid = 2
+            raise UnavailableError("its connection broke")
 
     @once_more_after_a_crash
     def fails(server):

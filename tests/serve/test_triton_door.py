@@ -65,9 +65,10 @@ def test_what_makes_no_video_is_refused_to_everybody(server, tmp_path):
     trace = tmp_path / "ran"
     for headers in ({}, {SECRET_HEADER: ""}, {SECRET_HEADER: SECRET}):
         assert send_load(server, trace, headers).status_code == 403
-        for method, path in RESTRICTED:
-            answer = httpx.request(method, f"http://{server.http_url}/v2/{path}", headers=headers, content=b"{}")
-            assert answer.status_code == 403, (path, answer.text)
+        with httpx.Client(base_url=f"http://{server.http_url}/v2", headers=headers) as client:
+            for method, path in RESTRICTED:
+                answer = client.request(method, path, content=b"{}")
+                assert answer.status_code == 403, (path, answer.text)
     assert not trace.exists()
     assert len(VideoClient(f"http://{server.http_url}").generate(VideoRequest(prompt="a"))) == 1, "and videos are made"
 

@@ -27,6 +27,7 @@ from megadit.serve.gateway.store.database import in_a_line
 from megadit.serve.gateway.store.jobs import Job
 from megadit.serve.gateway.store.keys import Key, KeyRing
 from megadit.serve.gateway.store.store import JobStore
+from megadit.serve.transports import tls_context
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ANSWER = 10.0
@@ -146,7 +147,7 @@ async def _post(url: str, body: bytes, headers: dict[str, str], *, may_be_privat
                 raise _PrivateAddressError
 
     extensions = {} if urllib.request.getproxies() else {"trace": check}  # a proxy applies its own rules
-    async with httpx.AsyncClient(timeout=None) as client:
+    async with httpx.AsyncClient(timeout=None, verify=tls_context()) as client:
         async with client.stream("POST", url, content=body, headers=headers, extensions=extensions) as answer:
             return str(answer.status_code)  # the body is not read
 

@@ -27,6 +27,7 @@ from megadit.serve.gateway.store import patience
 from megadit.serve.gateway.store.database import Database
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 from megadit.serve.launch.local_server import SHARED_MEMORY, Ports
+from megadit.serve.supervise import responds
 
 from .served_up import Service, processes
 
@@ -90,20 +91,6 @@ def visit(gateway, new_key):
 
 
 @pytest.fixture
-def url(gateway):
-    """Where the gateway listens, in a thread of this process."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(gateway), log_config=None, lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-@pytest.fixture
 def listen(gateway):
     """listen(most): the gateway behind a real web server that keeps so many connections; gives its port."""
     running = []
@@ -127,6 +114,12 @@ def listen(gateway):
     for server, thread in running:
         server.should_exit = server.force_exit = True
         thread.join()
+
+
+@pytest.fixture
+def url(listen):
+    """Where the gateway listens, in a thread of this process."""
+    return f"http://127.0.0.1:{listen(1000)}"
 
 
 @pytest.fixture(scope="session")
@@ -195,7 +188,7 @@ class RunningGateway:
             return KeyRing(database).add("somebody", limits=limits, webhook_url=webhook_url)[0]
 
     def is_ready(self) -> bool:
-        return is_ready(self.url)
+        return responds(f"{self.url}/health/ready")
 
     def metrics(self) -> str:
         return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
@@ -203,12 +196,6 @@ class RunningGateway:
     def restart(self) -> "RunningGateway":
         with self.log.open("ab") as log:
             return replace(self, process=subprocess.Popen(self.command, stdout=log, stderr=log))
-
-
-def is_ready(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health/ready", timeout=10).status_code == 200
-    return False
 
 
 @pytest.fixture
@@ -252,10 +239,11 @@ def start_gateway(tmp_path):
 
 
 def wait_for(condition, may_go_on=lambda: True, report=lambda: "", *, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.005
     while not condition():
         assert may_go_on() and time.monotonic() < deadline, f"did not happen: {report()}"
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.1)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A proxy that breaks what passes through it, as networks, balancers and dying gateways do."""
 
 import contextlib
+import itertools
 import random
 import re
 import socket
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 FAULTS = ("refuse", "kill", "hang", "half", "bad gateway")
-"""Before it is passed on, after, never answered, cut in its middle, a balancer's own answer."""
+"""Before it is passed on, after, never answered, cut in its middle, a balancer's own answer; "garbled", of a
+video alone, is other bytes of the same length."""
 
 
 @dataclass
@@ -83,6 +85,11 @@ class FaultyProxy:
             body = body or next(chunks, b"")
             client.sendall(head + b"\r\n\r\n" + body[: len(body) // 2])
             client.shutdown(socket.SHUT_RDWR)
+        elif kind == "garbled":
+            head, _, body = next(chunks).partition(b"\r\n\r\n")
+            client.sendall(head + b"\r\n\r\n")
+            for part in itertools.chain([body], chunks):
+                client.sendall(bytes(byte ^ 1 for byte in part))
         else:
             for chunk in chunks:
                 client.sendall(chunk)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def processes() -> list[Process]:
 
 def num_waiting(ports: Ports) -> int:
     """Requests that wait at Triton for text_to_video."""
-    told = httpx.get(f"http://127.0.0.1:{ports.metrics}/metrics").raise_for_status().text
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports.metrics}/metrics") as answer:
+        told = answer.read().decode()
     return int(re.search(r'^nv_inference_pending_request_count{model="text_to_video".*} (\d+)$', told, re.MULTILINE)[1])
 
 

@@ -101,27 +101,19 @@ def owned(tmp_path, *arguments: str, port: int, hang_seconds: float = 600.0):
     )
 
 
-def test_a_gateway_that_hangs_is_ended_and_may_be_started_again(tmp_path):
-    process = owned(tmp_path, port=Ports.free().http, hang_seconds=1.0)
+def test_a_gateway_drains_and_may_be_started_again_and_is_ended_where_it_hangs(tmp_path):
+    """While it lives, a second one of its name cannot start, and says so."""
+    process = owned(tmp_path, "--name=one", port=Ports.free().http, hang_seconds=1.0)
     with process:
-        os.kill(process.pid, signal.SIGSTOP)
-        assert process.wait() == -signal.SIGKILL and process.killed_because == "it answers nothing"
+        assert process.is_alive() and process.stop() == 0, "it drains"
     with process:
-        assert process.is_alive() and process.killed_because is None
-        assert process.stop() == 0, "it drains"
-    assert not process.is_alive()
-
-
-def test_a_second_gateway_of_a_living_ones_name_is_refused(tmp_path):
-    with owned(tmp_path, "--name=one", port=Ports.free().http):
         with pytest.raises(UserError, match="gateway ended with code 2"):
             owned(tmp_path, "--name=one", port=Ports.free().http).__enter__()
         assert "a gateway with the name one is running" in (tmp_path / "log").read_text()
-
-
-def test_a_gateway_that_cannot_start_is_told(tmp_path):
-    with pytest.raises(UserError, match="gateway ended with code 2"), owned(tmp_path, "--slots=0", port=0):
-        pass
+        assert process.is_alive() and process.killed_because is None
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.wait() == -signal.SIGKILL and process.killed_because == "it answers nothing"
+    assert not process.is_alive()
 
 
 def test_a_client_that_is_gone_without_a_word_is_noticed(monkeypatch):

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,7 +45,8 @@ VIDEO = {"prompt": "a secret prompt"}
 
 
 def ask(port: int) -> int:
-    return httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=60).status_code
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=60) as answer:
+        return answer.status
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -243,7 +245,7 @@ def dripping():
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.is_over = threading.Event()
-    threading.Thread(target=server.serve_forever).start()
+    threading.Thread(target=server.serve_forever, args=[0.02]).start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.is_over.set()
     server.shutdown()

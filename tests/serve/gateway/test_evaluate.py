@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megadit.infer.evaluate import command, service
-from megadit.infer.evaluate.videos import decoded
+from megadit.infer.evaluate import command, generated, service
+from megadit.infer.evaluate.videos import VIDEOS_PER_CHUNK, decoded
 from megadit.infer.media.video_io import encode_mp4
 from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.files import read_json
 from tests.infer.evaluate.conftest import write_folder
 
-COUNT = 20
-"""Videos: a part of 16 and one of 4."""
+COUNT, PART = 8, 6
+"""Videos, and how many are asked for at once."""
 FIGURES = ["--metrics", "motion", "flicker", "--num_steps", "2"]
 
 
@@ -43,7 +43,7 @@ def asked(gateway, pipeline):
     requests, ended = [], threading.Event()
 
     def work() -> None:
-        while not ended.wait(0.005):
+        while not ended.wait(0.02):
             if (job := gateway.store.claim(frozenset({"text_to_video"}))) is None:
                 continue
             requests.append(job.request)
@@ -77,8 +77,9 @@ def report_of(out) -> dict:
 
 
 def test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept(
-    url, asked, new_key, key_file, bundle_dir, pipeline, real, tmp_path, visit
+    url, asked, new_key, key_file, bundle_dir, pipeline, real, tmp_path, visit, monkeypatch
 ):
+    monkeypatch.setattr(generated, "VIDEOS_PER_CHUNK", PART)
     key, out = new_key()[0], tmp_path / "out"
     words = [url, "--key_file", key_file(key), "--against", bundle_dir, "--real", real, "--out", out, *FIGURES]
     assert evaluate(*words) == 0
@@ -90,14 +91,14 @@ def test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept(
     assert np.array_equal(found, videos_of(out, "tokenizer"))  # looked at as a service would send them
     assert {each["model"] for each in report_of(out)["metrics"]} == {url.removeprefix("http://"), "tiny"}
     assert all(each["value"] == 0 for each in report_of(out)["differences"])
-    assert all("20 videos sent as mp4, " in each["protocol"] for each in report_of(out)["metrics"])
+    assert all("8 videos sent as mp4, " in each["protocol"] for each in report_of(out)["metrics"])
     assert visit(key).get("/v1/videos").json()["data"] == []  # nothing is left there
 
     whole = report_of(out)
-    for file in out.glob("videos/*/000016.safetensors"):
+    for file in out.glob(f"videos/*/{PART:06d}.safetensors"):
         file.unlink()
     assert evaluate(*words) == 0
-    assert len(asked) == COUNT + 4 and report_of(out) == whole
+    assert len(asked) == COUNT + (COUNT - PART) and report_of(out) == whole
 
 
 def test_a_busy_service_is_asked_again(url, asked, gateway, new_key, key_file, real, tmp_path, monkeypatch):
@@ -147,8 +148,9 @@ def test_a_service_that_is_away_is_waited_for(new_key, key_file, real, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_real_service_killed_and_asked_again(start_gateway, server, bundle_dir, real, key_file, tmp_path):
-    """A tritonserver behind a gateway; the evaluation is killed once the first part is there."""
+def test_a_real_service_killed_and_asked_again(start_gateway, server, bundle_dir, key_file, tmp_path):
+    """A tritonserver behind a gateway; the evaluation is killed once the first part of two is there."""
+    real = write_folder(tmp_path / "real", VIDEOS_PER_CHUNK + 4)
     running = start_gateway(f"grpc://{server.grpc_url}")
     out = tmp_path / "out"
     words = [running.url, "--key_file", key_file(running.new_key()), "--against", bundle_dir, "--real", real]

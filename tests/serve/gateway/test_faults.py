@@ -228,15 +228,15 @@ def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventu
     key = (tmp_path / "disk.key").read_text().strip()
     client = httpx.Client(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}, timeout=120)
 
-    def create() -> httpx.Response:
-        return client.post("/v1/videos", json=RUNNING)
+    def create(**body) -> httpx.Response:
+        return client.post("/v1/videos", json=VIDEO | body)
 
     def status(video_id: str) -> str:
         return client.get(f"/v1/videos/{video_id}").json()["status"]
 
     done = create().json()["id"]
     eventually(lambda: status(done) == "completed")
-    running = create().json()["id"]
+    running = create(**RUNNING).json()["id"]
     eventually(lambda: status(running) != "queued")
     with (inside / "filling").open("wb", buffering=0) as filling, contextlib.suppress(OSError):
         while filling.write(b"x" * 4096):
@@ -248,11 +248,7 @@ def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventu
     assert client.get("/health/live").status_code == 200
     (inside / "filling").unlink()
     began = time.monotonic()
-    jobs = [
-        running,
-        *(answer.json()["id"] for answer in responds if answer.status_code == 200),
-        create().json()["id"],
-    ]
+    jobs = [running, *(answer.json()["id"] for answer in responds if answer.status_code == 200), create().json()["id"]]
     for video_id in jobs:
         eventually(lambda video_id=video_id: status(video_id) in ("completed", "failed"))
         video = client.get(f"/v1/videos/{video_id}").json()

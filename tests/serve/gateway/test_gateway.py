@@ -201,7 +201,6 @@ def test_a_drain_finishes_what_runs_and_keeps_the_rest(start_gateway, triton, wa
         assert again.process.wait(timeout=120) == 0
 
 
-@pytest.mark.slow
 def test_keys_by_command(tmp_path, capsys):
     store = f"--store={tmp_path / 'jobs.sqlite'}"
     assert verbs.main(["serve", "keys", "add", "alice", store, "--max_active", "3"]) == 0

@@ -38,7 +38,7 @@ def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
     began = time.monotonic()
     video = client.post("/v1/videos", json=body).json()
     while video["status"] not in ("completed", "failed"):
-        time.sleep(0.1)
+        time.sleep(0.25)
         video = client.get(f"/v1/videos/{video['id']}").json()
     assert video["status"] == "completed", video
     return video, client.get(f"/v1/videos/{video['id']}/content").content, time.monotonic() - began

@@ -96,10 +96,10 @@ def test_a_job_whose_answer_cannot_be_read_is_begun_once_more_and_then_fails(gat
     assert (job.status, job.error_code) == ("failed", "server_failed") and "secret" not in job.error_message
 
 
-@pytest.mark.parametrize("url", ["nonsense://x", "grpc://x:99999", "grpc://x:y", "grpc://x/y", "http://x:8000", ""])
-def test_what_is_no_address_of_a_server_is_told_at_once(gateway, url):
-    with pytest.raises(UserError, match=re.escape(repr(url))):
-        Gateway(replace(gateway.settings, servers=("grpc://127.0.0.1:1", url)))
+def test_what_is_no_address_of_a_server_is_told_at_once(gateway):
+    for url in ("nonsense://x", "grpc://x:99999", "grpc://x:y", "grpc://x/y", "http://x:8000", ""):
+        with pytest.raises(UserError, match=re.escape(repr(url))):
+            Gateway(replace(gateway.settings, servers=("grpc://127.0.0.1:1", url)))
 
 
 def test_a_server_that_does_not_answer_is_named_in_the_log_with_the_reason(gateway, monkeypatch):

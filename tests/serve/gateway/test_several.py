@@ -12,8 +12,8 @@ from sqlalchemy import select
 from megadit.serve.gateway.store.database import JOBS, Database
 from megadit.serve.launch.local_server import LocalServer
 
-LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
-SHORTER = LONG | {"num_steps": 400}
+LONG = {"prompt": "a long one", "num_steps": 400, "num_frames": 1}
+SHORTER = LONG | {"num_steps": 250}
 
 
 @pytest.fixture

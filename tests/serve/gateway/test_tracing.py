@@ -212,8 +212,8 @@ def test_requests_of_one_batch_have_a_trace_each_and_know_of_each_other(pipeline
 def test_a_collector_that_is_down_costs_no_request_anything(serve, monkeypatch):
     """Its queue is full at once, and the process ends within its seconds."""
     monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{free_ports(1)[0]}")
-    for name in ("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"):
-        monkeypatch.setenv(name, "4")
+    for name, value in {"BSP_MAX_QUEUE_SIZE": 4, "BSP_MAX_EXPORT_BATCH_SIZE": 4, "EXPORTER_OTLP_TIMEOUT": 1}.items():
+        monkeypatch.setenv(f"OTEL_{name}", str(value))
     gateway, client, server = serve()
     ids = [client.post("/v1/videos", json=VIDEO).json()["id"] for _ in range(5)]
     for video_id in ids:
@@ -233,7 +233,6 @@ def test_off_unless_asked_for(serve, monkeypatch):
     run_next(gateway, server)
     assert server.traceparents == [None]
     program = """import sys
-from megadit.serve.gateway import service
 from megadit.serve.tracing import Tracing
 print(Tracing.of_environment("a").begin("a", None, may_be_root=True).traceparent)
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])"""
@@ -269,13 +268,14 @@ def test_without_the_extra_it_says_what_is_missing(monkeypatch):
         Tracing.of_environment("a")
 
 
-@pytest.mark.parametrize("header", ["", "00-0-0-01", "no", "00-" + "0" * 32 + "-b7ad6b7169203331-01", "x" * 5000])
-def test_a_malformed_traceparent_begins_a_trace_of_its_own(serve, collector, header):
+def test_a_malformed_traceparent_begins_a_trace_of_its_own(serve, collector):
     _, client, _ = serve()
-    assert client.post("/v1/videos", json=VIDEO, headers={"traceparent": header}).status_code == 200
-    collector.wait(lambda: bool(collector.all()))
-    (span,) = collector.all()
-    assert span.parent == "" and span.trace != TRACE
+    malformed = ("", "00-0-0-01", "no", f"00-{32 * '0'}-b7ad6b7169203331-01", "x" * 5000)
+    for header in malformed:
+        assert client.post("/v1/videos", json=VIDEO, headers={"traceparent": header}).status_code == 200, header
+    collector.wait(lambda: len(collector.all()) == len(malformed))
+    assert {span.parent for span in collector.all()} == {""}
+    assert len({span.trace for span in collector.all()} - {TRACE}) == len(malformed)
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_through_a_real_triton(start_gateway, server, traces, eventually, monkey
         return client.get(f"/v1/videos/{video_id}").json()["status"]
 
     for attempt in range(5):  # until two have waited together for a third that keeps the model busy
-        busy = ask(0xA0 + 8 * attempt, num_steps=2000)
+        busy = ask(0xA0 + 8 * attempt, num_steps=1200)
         eventually(lambda busy=busy: client.get(f"/v1/videos/{busy[1]}").json()["step"] > 0)
         pair = [ask(0xA0 + 8 * attempt + number, seed=number) for number in (1, 2)]
         for _, video_id in (busy, *pair):
@@ -309,6 +309,6 @@ def test_through_a_real_triton(start_gateway, server, traces, eventually, monkey
     assert second["denoise"].links == {third[MODEL].id} and third["denoise"].links == {second[MODEL].id}
     parts = by_name(traces.trace(busy[0]))
     assert (parts["attempt"].service, parts["denoise"].service) == ("megadit-gateway", "megadit-triton")
-    assert (len(parts["denoise"].steps), parts["denoise"].message.dropped_events_count) == (1000, 1000), "bounded"
+    assert (len(parts["denoise"].steps), parts["denoise"].message.dropped_events_count) == (1000, 200), "bounded"
     assert all(json.loads(line) for line in gateway.log.read_text().splitlines()), "its log is JSON still"
     assert b"secret" not in b"".join(traces.bodies)

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -191,10 +192,13 @@ def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, reposit
 
 
 def test_a_taken_port_is_told(tritonserver, repository):
-    with pytest.raises(UserError, match="cannot be used: .*; --http_port takes another"):
-        ports = Ports.free()
-        with LocalServer(repository, ports=ports), LocalServer(repository, ports=ports):
-            pass
+    """Before Triton is looked for, and again where it was taken since."""
+    ports = Ports.free()
+    prepared = LocalServer(repository, ports=ports)
+    with socket.create_server(("127.0.0.1", ports.http)):
+        for begin in (prepared.__enter__, lambda: LocalServer(repository, ports=ports)):
+            with pytest.raises(UserError, match="cannot be used: .*; --http_port takes another"):
+                begin()
 
 
 def test_a_model_that_cannot_be_loaded_is_told_with_its_reason(tritonserver, repository, tmp_path):

@@ -1,28 +1,13 @@
 """What a visitor gives of a video: the page's places for it, and a mask that is painted in a real browser."""
 
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
 
 from megadit.infer.media.video_io import read_video
-from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient
 from megadit.serve.page.studio import Studio
 
 from ..media import MP4, OTHER_PNG, PNG
-
-
-def test_what_is_painted_becomes_white():
-    pytest.importorskip("gradio")
-    from megadit.serve.page.conditioning import _painted
-
-    layer = np.zeros((4, 6, 4), np.uint8)
-    with pytest.raises(UserError, match="paint the part"):
-        _painted({"layers": [layer]})
-    layer[1, 2, 3] = 255
-    assert np.argwhere(np.asarray(Image.open(io.BytesIO(_painted({"layers": [layer]}))))[..., 0]).tolist() == [[1, 2]]
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from megadit.serve.events import CancelledError, ServiceError, StepDone, Unavail
 from megadit.serve.page import demo
 from megadit.serve.page.demo import service
 from megadit.serve.page.studio import Studio
-from megadit.serve.page.variants import Variant
 from megadit.serve.page.view import Preset, facts, finished_stage, message_stage, presets, progress_stage
 
 from ..test_triton import frames_of
@@ -59,26 +58,6 @@ def test_nothing_a_visitor_writes_becomes_html():
         facts(request) + message_stage(PRESET, "<b>", "<script>") + finished_stage(PRESET, '"><script>', "video/mp4")
     )
     assert "<script" not in shown and "<img src=x" not in shown
-
-
-def test_a_slider_at_its_default_is_left_out():
-    """Churn and eta of the default sampler do not suit every other."""
-    gradio = pytest.importorskip("gradio")
-    from megadit.serve.page.inputs import Sampling
-
-    defaults = {"num_steps": 4, "guidance": 2.0, "sampler": "euler", "eta": 1.0}
-    limits = Limits(max_frames=5, max_pixels=9 * 32 * 40, max_work=10**9)
-    info = ServiceInfo(defaults=defaults, limits=limits, samplers=("euler", "unipc"), size_multiple=8)
-    with gradio.Blocks():
-        sizes = SimpleNamespace(presets=[PRESET], follow=lambda *sliders: None, radio=gradio.Radio([]))
-        variant = Variant(name="best", client=None, info=info, defaults=defaults)
-        studio = SimpleNamespace(info=info, variants={"best": variant}, first_variant="best", has_variants=False)
-        sampling = Sampling(studio, sizes, elem_id="way")
-    plain = {"num_steps": 4, "guidance": 2.0, "sampler": "unipc"}
-    assert len(sampling.components) == 5 and sampling.sliders[0].value == 1.0 and not sampling.variant.visible
-    assert sampling.of("best", 4, 2, "unipc", 1) == plain | {"variant": "best"}
-    assert sampling.of("best", 4, 2, "unipc", 0.5) == plain | {"variant": "best", "eta": 0.5}
-    assert "eta 0.5" in facts(VideoRequest(prompt="a", seed=1, **plain, eta=0.5))
 
 
 def test_the_preview_sharpens_as_the_bar_grows():

@@ -15,8 +15,7 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import AdapterInfo, Limits, ServiceInfo, VideoRequest
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.page.studio import Studio
-from megadit.serve.page.variants import Variant, variants_of
-from megadit.serve.page.view import Preset
+from megadit.serve.page.variants import variants_of
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
 from tests.bundles import CONFIG, write_tiny_bundle
@@ -79,28 +78,6 @@ def test_a_network_that_is_told_the_scale_is_asked_once_at_each_that_it_knows():
     work = [variant.work(variant.request(VideoRequest(prompt="a"))) for variant in (plain["best"], told["2 calls"])]
     assert work == [4 * 64, 2 * 64]
     assert plain["best"].scales == (1.0, 10.0) and told["2 calls"].scales == (1.5, 6.0)
-
-
-def test_sliders_of_guidance_end_where_a_way_does():
-    gradio = pytest.importorskip("gradio")
-    from megadit.serve.page.inputs import Sampling
-
-    info = client_of(PLAIN).info()
-    few = replace(info, defaults=FEW | {"guidance": 4.0}, guidance_embedding_range=(1.5, 6.0))
-    about = {"best": info, "2 calls": few}
-    variants = {
-        name: Variant(name=name, client=None, info=each, defaults=each.defaults) for name, each in about.items()
-    }
-    size = Preset(name="Image", num_frames=1, height=8, width=8)
-    with gradio.Blocks():
-        sizes = SimpleNamespace(presets=[size], follow=lambda *_: None, radio=gradio.Radio([]))
-        sizes.labelled = lambda *chosen: chosen
-        studio = SimpleNamespace(info=info, variants=variants, first_variant="best", has_variants=True)
-        first = Sampling(studio, sizes, elem_id="a")
-        lowest = Sampling(studio, sizes, elem_id="b", variant="2 calls", has_guidance=False)
-    assert [(each.guidance.minimum, each.guidance.value) for each in (first, lowest)] == [(1, 4), (1.5, 1.5)]
-    steps, scale, *_, told = first._chosen("2 calls")
-    assert (steps, scale.value, scale.minimum, scale.maximum) == (2, 4.0, 1.5, 6.0) and told == ("2 calls", 2, 4.0)
 
 
 @pytest.fixture(scope="module")

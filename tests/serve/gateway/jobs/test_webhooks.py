@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from megadit.serve.gateway.jobs.webhooks import Webhooks, signature
 from megadit.serve.gateway.store.jobs import NewJob, Result
 from megadit.serve.gateway.store.keys import KeyLimits
 from megadit.serve.gateway.store.store import JobStore
+from megadit.serve.transports import tls_context
 
 MODELS = frozenset({"text_to_video"})
 RESULT = Result(name="a.mp4", media_type="video/mp4", num_bytes=3, sha256="0" * 64)
@@ -41,7 +43,7 @@ def receiver():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.received, server.responds = received, responds
     server.url = f"http://127.0.0.1:{server.server_port}/hook"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02])
     thread.start()
     yield server
     server.shutdown()
@@ -202,7 +204,7 @@ def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch)
 
 def test_an_answer_without_end_is_over_in_time(gateway, ended, monkeypatch):
     """Of news that never ends, and of a head that does not."""
-    monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.5)
+    monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.2)
     for line in (b"HTTP/1.1 103 Early Hints\r\n\r\n", b"X: " + b"x" * 1000):
         with socket.create_server(("127.0.0.1", 0)) as server:
             key, job, _ = ended(f"http://127.0.0.1:{server.getsockname()[1]}/")
@@ -218,6 +220,15 @@ def test_an_answer_without_end_is_over_in_time(gateway, ended, monkeypatch):
             thread.start()
             assert webhooks.send(key, job, may_be_private=False) in ("timeout", "unreachable")
             thread.join()
+
+
+def test_certificates_are_read_once_for_all_calls(gateway, receiver, ended, monkeypatch):
+    """They take longer than a call; a receiver that speaks TLS is known by them all the same."""
+    key, job, _ = ended(receiver.url)
+    assert webhooks.send(key, job, may_be_private=False) == "500"
+    monkeypatch.setattr("ssl.create_default_context", None)
+    assert webhooks.send(key, job, may_be_private=False) == "302"
+    assert tls_context().verify_mode == ssl.CERT_REQUIRED and tls_context().get_ca_certs()
 
 
 def test_a_signature_covers_id_time_and_body():

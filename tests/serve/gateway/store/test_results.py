@@ -49,23 +49,23 @@ def test_a_video_is_served_from_any_place(completed):
     assert answer.headers["content-disposition"] == f'attachment; filename="{job.id}.mp4"'
 
 
-@pytest.mark.parametrize(
-    ("asked", "part"),
-    [
-        ("bytes=4-7", range(4, 8)),
-        ("Bytes=17990-", range(17990, SIZE)),
-        ("bytes=-5", range(SIZE - 5, SIZE)),
-        ("bytes=-999999", range(SIZE)),
-        ("bytes=17999-999999", range(17999, SIZE)),
-        ("bytes= 0-0 ", range(1)),
-    ],
-)
-def test_a_range_is_served_from_any_place(completed, asked, part):
+RANGES = {
+    "bytes=4-7": range(4, 8),
+    "Bytes=17990-": range(17990, SIZE),
+    "bytes=-5": range(SIZE - 5, SIZE),
+    "bytes=-999999": range(SIZE),
+    "bytes=17999-999999": range(17999, SIZE),
+    "bytes= 0-0 ": range(1),
+}
+
+
+def test_a_range_is_served_from_any_place(completed):
     client, job = completed
-    answer = client.get(f"/v1/videos/{job.id}/content", headers={"range": asked})
-    assert (answer.status_code, answer.content) == (206, DATA[part.start : part.stop])
-    assert answer.headers["content-range"] == f"bytes {part.start}-{part.stop - 1}/{SIZE}"
-    assert answer.headers["content-length"] == str(len(part))
+    for asked, part in RANGES.items():
+        answer = client.get(f"/v1/videos/{job.id}/content", headers={"range": asked})
+        assert (answer.status_code, answer.content) == (206, DATA[part.start : part.stop]), asked
+        assert answer.headers["content-range"] == f"bytes {part.start}-{part.stop - 1}/{SIZE}"
+        assert answer.headers["content-length"] == str(len(part))
 
 
 def test_what_is_no_range_of_the_video_is_ignored_or_told_as_every_error_is(visit, gateway):
@@ -79,24 +79,9 @@ def test_what_is_no_range_of_the_video_is_ignored_or_told_as_every_error_is(visi
             f"/v1/videos/{job.id}/content", headers={name.replace("_", "-"): headers[name] for name in headers}
         )
 
-    malformed = [
-        "",
-        "bytes",
-        "bytes=",
-        "bytes=-",
-        "bytes=x-y",
-        "bytes=7-4",
-        "bytes=1-2,5-6",
-        "bytes=0x1-2",
-        "lines=1-2",
-    ]
-    for text in [
-        *malformed,
-        "bytes=-+1",
-        f"bytes={9 * '9999'}-",
-        "bytes=" + "9" * 5000 + "-",
-        "bytes=\u0661-2".encode(),
-    ]:
+    malformed = ("", "bytes", "bytes=", "bytes=-", "bytes=x-y", "bytes=7-4", "bytes=1-2,5-6", "bytes=0x1-2")
+    more = ("lines=1-2", "bytes=-+1", f"bytes={9 * '9999'}-", f"bytes={5000 * '9'}-", "bytes=\u0661-2".encode())
+    for text in (*malformed, *more):
         answer = get(range=text)
         assert (answer.status_code, answer.content) == (200, DATA), text
         assert answer.headers["accept-ranges"] == "bytes"

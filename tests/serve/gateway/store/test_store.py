@@ -157,8 +157,8 @@ def test_a_store_that_somebody_else_holds_is_told_of_soon(gateway, visit, monkey
         for statement in lock.split("; "):
             other.execute(statement).fetchall()
         with monkeypatch.context() as patch:
-            patch.setattr(patience, "SECONDS", 2.0)
-            patch.setattr(service, "_SECONDS_FOR_READINESS", 1.0)
+            patch.setattr(patience, "SECONDS", 0.5)
+            patch.setattr(service, "_SECONDS_FOR_READINESS", 0.2)
             patch.setattr(databases, "_SECONDS_TO_WAIT_FOR_A_LOCK", 10**6)  # where there is no such deadline
             answer = client.post("/v1/videos", json={"prompt": "a"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
