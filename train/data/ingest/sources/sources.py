@@ -20,6 +20,7 @@ from megadit.models.shared.captions import (
     check_columns,
     decoded,
     file_columns,
+    files_of,
     is_blank,
     score_in,
     texts_of,
@@ -147,7 +148,7 @@ class _Lister:
         return self.listing
 
     def _found_tables(self) -> list[Table]:
-        return find_tables(self.folder, self.split, self.reading.caption_encoding)
+        return find_tables(self.folder, self.split, self.reading)
 
     def _add(self, name: str, captions: tuple[str, ...], score: float | None = None) -> None:
         path = self.folder.path(name)
@@ -206,9 +207,10 @@ class _Lister:
 
     def _named_by(self, row: dict[str, Any], files: Iterable[str], place: str, resolver: Resolver) -> str | None:
         """The file of this kind that a row names."""
-        said = [str(row[column]) for column in self._in_order(files) if row.get(column) not in (None, "")]
+        columns = [names for column in self._in_order(files) if (names := files_of(row.get(column)))]
+        said = [names[0] for names in columns if len(names) == 1]
         if not said:
-            self.listing.skip(place, "row without a file")
+            self.listing.skip(place, "row of several files" if columns else "row without a file")
             return None
         found = [name for name in map(resolver.resolve, said) if name]
         if not found and (reason := resolver.why_not(said[0])):
@@ -314,7 +316,7 @@ class _Lister:
         if other in kinds_in(self.folder, name):
             return f"{other} (megadit prepare {other}s)"
         if suffix in TABLES:
-            return f"{suffix} of no {self.kind}"
+            return f"{suffix} of no {self.kind}, or without captions"
         if suffix in SIDE_SUFFIXES:
             return f"{suffix} of no {self.kind}, or beside another caption of it"
         return suffix or "file without a suffix"

@@ -481,3 +481,82 @@ def test_links_that_lead_out_are_counted_and_not_read(tmp_path):
     with pytest.raises(UserError, match=r"4 x hidden|x link that leads out of the folder \(--follow_links\)"):
         list_folder(clips, "image")
     assert captions(clips, follow_links=True) == {"c.png": ("a cat",)}
+
+
+# --- tables as other tools write them -------------------------------------------------------------------------------
+
+PAIRS = (("a", "a cat"), ("b", "a dog"))
+CSV = "file_name,text\na.png,a cat\nb.png,a dog\n"
+
+
+def turns(text: str, role: str = "role", content: str = "content", answer: str = "assistant") -> list[dict]:
+    return [{role: "system", content: "be brief"}, {role: "user", content: "what?"}, {role: answer, content: text}]
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+OF_TOOLS = {
+    "ms-swift": {"train.jsonl": lines(*({"messages": turns(text), "images": [f"{n}.png"]} for n, text in PAIRS))},
+    "ms-swift, responses": {
+        "train.jsonl": lines(*({"query": "?", "response": text, "images": [f"{n}.png"]} for n, text in PAIRS))},
+    "ms-swift, objects": {
+        "a.jsonl": lines(*({"messages": turns(text), "images": [{"bytes": None, "path": f"{n}.png"}]}
+                           for n, text in PAIRS))},
+    "LLaMA-Factory": {
+        "dataset_info.json": {"set": {"file_name": "set.json", "columns": {"images": "images"}}},
+        "set.json": [{"conversations": turns(text, "from", "value", "GPT"), "images": [f"{n}.png"]}
+                     for n, text in PAIRS]},
+    "FastVideo": {"videos2caption.json": [{"path": f"{n}.png", "cap": [text], "fps": 24} for n, text in PAIRS]},
+    "Karpathy": {"dataset.json": {"images": [
+        {"filename": f"{n}.png", "split": "train", "sentences": [{"raw": text, "tokens": text.split()}]}
+        for n, text in PAIRS]}},
+    "lines named a document": {"metadata.json": lines(*({"file_name": f"{n}.png", "text": t} for n, t in PAIRS))},
+    "a document named lines": {
+        "metadata.jsonl": json.dumps([{"file_name": f"{n}.png", "text": t} for n, t in PAIRS], indent=1)},
+    "columns": {"set.json": {"file_name": ["a.png", "b.png"], "text": ["a cat", "a dog"]}},
+    "pandas": {"set.json": {"file_name": {"0": "a.png", "1": "b.png"}, "text": {"0": "a cat", "1": "a dog"}}},
+    "after another list": {"set.json": {"info": [{}], "data": [{"image": f"{n}.png", "text": t} for n, t in PAIRS]}},
+    "Flickr8k": {"captions.txt": CSV},
+    "Flickr30k": {"results.csv": "image_name| comment_number| comment\na.png| 0| a cat\nb.png| 0| a dog\n"},
+    "camels": {"metadata.csv": CSV.replace("file_name,text", "imagePath,longCaption")},
+    "numbered": {"metadata.csv": CSV.replace("text", "caption_1")},
+    "Excel's first line": {"metadata.csv": "sep=,\n" + CSV},
+    "blanks before quotes": {"metadata.csv": 'file_name, text\na.png, "a cat"\nb.png, "a dog"\n'},
+    "commas in a tsv": {"metadata.tsv": CSV},
+    "suffix in capitals": {"metadata.csv": CSV.replace("png", "PNG")},
+    "lists in a CSV": {"a.csv": 'images,text\n"[""a.png""]",a cat\n"[""b.png""]",a dog\n'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", OF_TOOLS.values(), ids=OF_TOOLS)
+def test_tables_of_other_tools(tmp_path, files):
+    write(tmp_path, A | B | files)
+    assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+
+
+def test_a_row_of_several_files_is_left_out(tmp_path):
+    row = {"messages": turns("two pets"), "images": ["a.png", "b.png"]}
+    write(tmp_path, A | B | {"a.jsonl": lines(row, {"images": ["b.png"], "messages": turns("a dog")})})
+    listing = list_folder(tmp_path, "image")
+    assert [(source.name, source.caption) for source in listing.sources] == [("b.png", "a dog")]
+    assert [(skip.source, skip.reason) for skip in listing.skips] == [("row 0 of a.jsonl", "row of several files")]
+
+
+WITHOUT_CAPTIONS = {
+    "scores": {"scores.csv": "file_name,score\na.png,1\nb.png,2\n"},
+    "sizes": {"sizes.json": {"a.png": [8, 8], "b.png": [8, 8]}},
+    "kohya's buckets": {"meta_lat.json": {n: {"train_resolution": [8, 8]} for n in "ab"}},
+    "boxes": {"boxes.json": {
+        "images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "bbox": [0, 0, 1, 1]}]}},
+    "files of captions": {"dataset_info.json": {"set": {"file_name": "a.txt", "prompt": "x"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", WITHOUT_CAPTIONS.values(), ids=WITHOUT_CAPTIONS)
+def test_a_table_without_captions_hides_none_beside_the_files(tmp_path, table):
+    write(tmp_path, A | B | {"a.txt": "a cat", "b.txt": "a dog"} | table)
+    assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+    (skip,) = list_folder(tmp_path, "image").not_used
+    assert skip.source in table and skip.reason.endswith("of no image, or without captions")
