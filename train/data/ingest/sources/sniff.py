@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from megadit.infer.decoding import animations
+from megadit.models.shared.documents import placeholder
 from megadit.train.data.ingest.plan import Kind
 
 HEAD_BYTES = animations.HEAD_BYTES
@@ -50,6 +51,8 @@ _MAGIC: tuple[tuple[int, bytes, Kind, str], ...] = (
     (0, b"DKIF", "video", "IVF"),
     (0, b"\x1f\x07\0", "video", "DV"),
 )
+_NEXT_JPEG = b"\xff\xd9\xff\xd8\xff"
+"""The end of a JPEG and the beginning of another; a thumbnail's end is followed by other marks."""
 _PORTABLE = re.compile(rb"P[1-6][ \t\r\n#]")
 
 
@@ -57,7 +60,7 @@ def unknown_picture(head: bytes) -> tuple[str, str]:
     """Reason and detail of a picture that Pillow does not know."""
     found = sniffed(head)
     if found is None:
-        return "broken", "it is no picture that is known"
+        return "broken", f"it is no picture but {placeholder(head) or 'nothing that is known'}"
     kind, name = found
     if kind == "video":
         return "broken", f"it is a video ({name}), whatever its name says"
@@ -98,9 +101,13 @@ def sniffed(head: bytes) -> tuple[Kind, str] | None:
         return ("video", "AVI") if head[8:12] == b"AVI " else _moving(head, "WebP")
     for offset, magic, kind, name in _MAGIC:
         if head.startswith(magic, offset):
+            if name == "JPEG" and _NEXT_JPEG in head and b"MPF\0" not in head:  # but for a stereo photo
+                return "video", "MJPEG"
             return _moving(head, name) if name in ("PNG", "GIF") else (kind, name)
     if head[:4] == b"OggS" and (b"theora" in head[:256] or b"OVP80" in head[:256]):
         return "video", "Ogg"
+    if head.lstrip().startswith(b"--") and b"image/jpeg" in head[:256]:
+        return "video", "MJPEG"
     if head[4:8] in (b"moov", b"mdat", b"wide"):
         return "video", "QuickTime"
     if head[:2] == b"BM" and head[6:10] == bytes(4):

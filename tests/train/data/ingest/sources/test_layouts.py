@@ -560,3 +560,94 @@ def test_a_table_without_captions_hides_none_beside_the_files(tmp_path, table):
     assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
     (skip,) = list_folder(tmp_path, "image").not_used
     assert skip.source in table and skip.reason.endswith("of no image, or without captions")
+
+
+# --- members of tar files under other names -------------------------------------------------------------------------
+
+PAIRED = {
+    "accents apart": [normalize("NFC", "dé/é.png"), normalize("NFD", "dé/é.txt=a cat")],
+    "added from elsewhere": ["./d/a.png", "d//a.txt=a cat"],
+    "whole paths": ["/d/a.png", "d/a.txt=a cat"],
+    "backslashes": ["d\\a.png", "d/a.txt=a cat"],
+    "other pictures of it": ["a.canny.png", "a.depth.png", "a.jpg", "a.mask.png", "a.txt=a cat"],
+    "metadata": ["a.png", 'a.metadata.json={"caption": "a cat"}'],
+}
+
+
+def tar_of(path: Path, members: list[str]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for member in members:
+            name, has_text, text = member.partition("=")
+            info, content = tarfile.TarInfo(name), text.encode() if has_text else PICTURE
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("members", PAIRED.values(), ids=PAIRED)
+def test_captions_of_tar_files_are_found_under_other_forms_of_a_name(tmp_path, members):
+    (source,) = list_webdataset(tar_of(tmp_path / "s.tar", members)).sources
+    first = next(name for name in ("a.jpg", *members) if name in members)
+    assert source.caption == "a cat" and source.name == f"s.tar/{first[:-4]}"
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+IN_PLACE = {"pointer": (POINTER, "a pointer of Git LFS.*git lfs pull"), "page": (b"<html>404", "a web page.*download")}
+
+
+@pytest.mark.parametrize(("content", "message"), IN_PLACE.values(), ids=IN_PLACE)
+def test_what_lies_in_a_file_s_place_is_named(tmp_path, content, message):
+    write(tmp_path, {"s.tar": content, "a.png": content, "a.mp4": content})
+    with pytest.raises(UserError, match=message):
+        list_webdataset(tmp_path / "s.tar")
+    for kind, read in (("image", read_image), ("video", read_timeline)):
+        (source,) = list_folder(tmp_path, kind).sources
+        with pytest.raises(UnusableSourceError, match=message):
+            read(source, Settings())
+
+
+ARCHIVES = {"a.tar.zst": "unzstd", "a.tar.lz4": "unlz4", "a.zip": "unzip"}
+
+
+@pytest.mark.parametrize(("name", "program"), ARCHIVES.items())
+def test_each_archive_has_its_program(tmp_path, name, program):
+    write(tmp_path, {name: b"?"})
+    with pytest.raises(UserError, match=rf"unpack it: {program}\)"):
+        list_webdataset(tmp_path)
+
+
+def jpeg(grey: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("L", (64, 48), grey).save(content, "jpeg")
+    return content.getvalue()
+
+
+FRAMES = [jpeg(8 * number) for number in range(6)]
+CAMERAS = {
+    "joined": b"".join(FRAMES),
+    "of a server": b"".join(b"--frame\r\nContent-Type: image/jpeg\r\n\r\n" + frame + b"\r\n" for frame in FRAMES),
+}
+
+
+@pytest.mark.parametrize("content", CAMERAS.values(), ids=CAMERAS)
+@pytest.mark.parametrize("name", ["a.mp4", "a.cgi", "a"])
+def test_jpegs_in_a_row_are_a_video(tmp_path, name, content):
+    write(tmp_path, {name: content, "b": FRAMES[0]})
+    sources = {source.name: source for source in list_folder(tmp_path, "video").sources}
+    assert [*sources] == [name] and len(read_timeline(sources[name], Settings(fps=25.0)).pts) == 6
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("length", ["its own", "to the end"])
+def test_a_jpeg_2000_is_turned_as_its_exif_says(tmp_path, orientation, length):
+    picture, exif, content = Image.linear_gradient("L").resize((32, 16)), Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    picture.save(content, "JPEG2000", num_resolutions=1)
+    content, box = content.getvalue(), b"uuidJpgTiffExif->JP2" + exif.tobytes()[6:]
+    stream = content.index(b"jp2c") - 4
+    box = (len(box) + 4).to_bytes(4, "big") + box
+    last = bytes(4) + content[stream + 4 :] if length == "to the end" else content[stream:]
+    write(tmp_path, {"a.jp2": content[:stream] + box + last, "b.jp2": content[:stream] + last})
+    turned, plain = (read_image(source, Settings()) for source in list_folder(tmp_path, "image").sources)
+    turn = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_270}[orientation]
+    assert np.array_equal(turned, plain if turn is None else plain.transpose(turn))
