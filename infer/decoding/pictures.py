@@ -48,6 +48,8 @@ def read_picture(
         check(image.width, image.height)
         if image.format == "JPEG2000":  # of which Pillow reads no EXIF
             image.info["exif"] = _exif_of_boxes(file)
+        with suppress(SyntaxError):  # of damaged EXIF, which is not asked again
+            image.getexif()
         upright = ImageOps.exif_transpose(image)
         grey = _eight_bits(upright, image)
         colours = profile_to_srgb(grey)

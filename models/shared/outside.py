@@ -15,7 +15,7 @@ HIDDEN = "hidden"
 LEADS_OUT = "link that leads out of the folder (--follow_links)"
 READ_ELSEWHERE = "linked folder that is read elsewhere"
 LITTER = frozenset(
-    "@eadir __macosx #recycle $recycle.bin lost+found thumbs.db ehthumbs.db desktop.ini".split()
+    "@eadir @recycle @tmp #recycle #snapshot __macosx $recycle.bin lost+found thumbs.db ehthumbs.db desktop.ini".split()
     + ["system volume information"]
 )
 """Lower-case names of system folders and files: thumbnails, trash."""

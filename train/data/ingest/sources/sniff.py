@@ -22,9 +22,11 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
 }
 NEVER = frozenset(
     ".txt .caption .json .jsonl .ndjson .csv .tsv .parquet .toml .yaml .yml .md .npy .npz .pt .pth .safetensors .bin "
-    ".pkl .pickle .py .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar".split()
+    ".pkl .pickle .py .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar "
+    ".part .crdownload .download .opdownload .tmp .bak .orig".split()
 )
-"""Suffixes of texts, tables, tensors and sound: not opened to see whether they are pictures all the same."""
+"""Suffixes of texts, tables, tensors and sound, of unfinished downloads and copies: not opened to see whether they are
+pictures all the same."""
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"msf1": "HEIC"}
 _MAGIC: tuple[tuple[int, bytes, Kind, str], ...] = (
     (0, b"\xff\xd8\xff", "image", "JPEG"),
@@ -88,7 +90,7 @@ def kinds_of(name: str, read_head: Callable[[], bytes]) -> tuple[Kind, ...]:
     for kind, suffixes in SUFFIXES.items():
         if suffix in suffixes:
             return (kind,)
-    found = None if suffix in NEVER else sniffed(read_head())
+    found = None if suffix in NEVER or suffix.endswith("~") else sniffed(read_head())
     return (found[0],) if found else ()
 
 

@@ -29,7 +29,7 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.plan import Kind, Skip, Source
-from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder
+from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder, stem_of
 from megadit.train.data.ingest.sources.layouts import (
     METADATA,
     SIDE_SUFFIXES,
@@ -54,6 +54,8 @@ BY_FOLDER = "folders"
 MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
 NEW, LEFT_OUT, READ = -1, -2, -3
 """States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
+MASKS = ("-masklabel", "-condlabel")
+"""Ends of names, before the suffix, of pictures that OneTrainer keeps beside those it trains on."""
 QUIET_ROWS = 50_000
 """Rows of a table that are read before progress is shown."""
 
@@ -137,7 +139,10 @@ class _Lister:
                 continue
             if not self._is_of_kind(name):
                 continue
-            if (scope := self._scope_of(name)) is not None:
+            if stem_of(name).endswith(MASKS):
+                self._mark(name, LEFT_OUT)
+                self.listing.pass_over(name, "mask or condition of another picture")
+            elif (scope := self._scope_of(name)) is not None:
                 self._mark(name, LEFT_OUT)
                 self.listing.pass_over(name, f"not named by {scope}")
             elif labels is not None:

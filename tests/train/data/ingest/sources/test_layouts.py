@@ -651,3 +651,29 @@ def test_a_jpeg_2000_is_turned_as_its_exif_says(tmp_path, orientation, length):
     turned, plain = (read_image(source, Settings()) for source in list_folder(tmp_path, "image").sources)
     turn = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_270}[orientation]
     assert np.array_equal(turned, plain if turn is None else plain.transpose(turn))
+
+
+LITTER = [
+    "b.png.part",
+    "c.jpg.crdownload",
+    "d.tmp",
+    "e.png~",
+    "f.png.bak",
+    "a-masklabel.png",
+    "@tmp/a.png",
+    "#snapshot/a.png",
+]
+
+
+def test_unfinished_downloads_copies_and_masks_are_no_pictures(tmp_path):
+    write(tmp_path, A | dict.fromkeys(LITTER, PICTURE))
+    assert captions(tmp_path) == {"a.png": ()}
+    assert sorted(skip.source for skip in list_folder(tmp_path, "image").not_used) == sorted(LITTER)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("exif", [b"Exif\0\0II", b"Exif\0\0nothing", b"http://ns.adobe.com/xap/1.0/\0<x/>"])
+def test_a_picture_with_damaged_exif_is_read(tmp_path, format, exif):
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png", format, exif=exif, quality=90)
+    (source,) = list_folder(tmp_path, "image").sources
+    assert read_image(source, Settings()).getpixel((4, 4))[0] > 240
