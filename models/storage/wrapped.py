@@ -36,8 +36,8 @@ _OTHER_STATE = re.compile(
 )
 """Prefixes of other tensors in files in which the network's tensors have a prefix."""
 _SCALES = (".scale_weight", ".weight_scale")
-_OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale)$")
-"""Pattern of tensors that are only needed by kernels with 8-bit activations."""
+_OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale|comfy_quant)$")
+"""Pattern of tensors that are only needed by kernels with 8-bit activations, or to choose a kernel."""
 
 
 def open_tensor_file(path: Path) -> TensorSource:
@@ -51,6 +51,8 @@ def open_tensor_file(path: Path) -> TensorSource:
     is_safetensors = path.suffix == ".safetensors" or head[8:] == b"{"
     if is_safetensors or (head.startswith(tuple(OTHER_FILES)) and not head.startswith(TORCH_MAGIC)):
         return open_safetensors(path)
+    if not head.startswith(TORCH_MAGIC):
+        raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
     while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
         values = values[deeper]

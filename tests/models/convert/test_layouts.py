@@ -350,3 +350,10 @@ def test_other_networks_of_that_class_are_named(change, message, legacy, tmp_pat
     (tmp_path / f"{FILE}.bin").write_bytes((legacy / f"{FILE}.bin").read_bytes())
     with pytest.raises(UserError, match=message):
         open_published(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\0\0\0\x18ftypisom"])
+def test_a_file_that_holds_no_weights_says_so(content, tmp_path):
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"model.pt is no file of weights, of safetensors or torch.save"):
+        open_published(tmp_path / "model.pt")

@@ -592,7 +592,11 @@ def test_captions_of_tar_files_are_found_under_other_forms_of_a_name(tmp_path, m
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-IN_PLACE = {"pointer": (POINTER, "a pointer of Git LFS.*git lfs pull"), "page": (b"<html>404", "a web page.*download")}
+IN_PLACE = {
+    "pointer": (POINTER, "a pointer of Git LFS.*git lfs pull"),
+    "page": (b"<html>404", "a web page.*download"),
+    "nothing": (b"", "an empty file"),
+}
 
 
 @pytest.mark.parametrize(("content", "message"), IN_PLACE.values(), ids=IN_PLACE)
