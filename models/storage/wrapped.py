@@ -28,9 +28,12 @@ TORCH_MAGIC = (b"PK", b"\x80")
 """First bytes of a file of torch.save: a zip file, or of old a pickle."""
 NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
 """Keys of a network's state dict in files of torch.save, EMA weights first."""
-WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Infixes of DDP, torch.compile and FSDP in names."""
-_AVERAGE = re.compile(r"(^|[._])ema[._]")
+WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
+"""Infixes of DDP, torch.compile, FSDP and PEFT in names."""
+_QUANTISED = re.compile(r"\.(SCB|absmax|quant_map|quant_state\..*|qweight|qzeros|_data|weight_scale_inv)$")
+"""Tensors of bitsandbytes, GPTQ, Quanto and block-wise FP8."""
+_AVERAGE = re.compile(r"(^|[._])(ema|averaged?)([._]|$)")
+_OF_TRAINING = re.compile("optim|sched|scaler|rng")
 _OTHER_STATE = re.compile(
     r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
 )
@@ -54,7 +57,7 @@ def open_tensor_file(path: Path) -> TensorSource:
     if not head.startswith(TORCH_MAGIC):
         raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
-    while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
+    while isinstance(values, dict) and (deeper := _deeper(values)) is not None:
         values = values[deeper]
     named = values.items() if isinstance(values, dict) else ()
     tensors = {name: value for name, value in named if isinstance(value, Tensor)}
@@ -66,8 +69,21 @@ def open_tensor_file(path: Path) -> TensorSource:
     return from_state_dict(tensors, str(path))
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict) and any(isinstance(inner, Tensor | dict) for inner in value.values())
+def _deeper(values: Mapping[Any, Any]) -> Any:
+    """The key of a state dict: one of `NESTED`, else the only one with tensors, of EMA weights and others that of EMA
+    weights."""
+    found = [key for key, value in values.items() if isinstance(value, dict) and _has_tensors(value)]
+    if known := next((key for key in NESTED if key in found), None):
+        return known
+    if any(isinstance(value, Tensor) for value in values.values()):
+        return None
+    found = [key for key in found if not _OF_TRAINING.search(str(key))]
+    averages = [key for key in found if _AVERAGE.search(str(key))]
+    return next(iter(averages or found), None) if len(averages or found) == 1 else None
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, dict) and any(map(_has_tensors, value.values())))
 
 
 def _without_tensors(values: Any) -> str:
@@ -122,6 +138,8 @@ def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 def _with_scales(source: TensorSource) -> TensorSource:
     """8-bit tensors times their scales, float32."""
+    if quantised := next(filter(_QUANTISED.search, source.stored), None):
+        raise UserError(f"{source.label} is quantised ({quantised}): give the weights before quantisation")
     scales = {
         f"{name.removesuffix(ending)}.weight": name
         for name in source.stored
