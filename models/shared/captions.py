@@ -33,7 +33,7 @@ FAR_LONGER = 2
 _SHORT = 4
 """Minimum for the longest caption's words, for this ratio."""
 _CAMEL = re.compile(r"[\s-]+|(?<=[a-z])(?=[A-Z])")
-"""Where words of a column meet, other than by an underscore: `Image Name`, `imageName`."""
+"""Boundaries of words in the name of a column, besides underscores: `Image Name`, `imageName`."""
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
 _BETWEEN = re.compile(r"\[[\s,]*\]")

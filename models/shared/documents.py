@@ -98,7 +98,7 @@ def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) 
 
 
 def placeholder(head: bytes) -> str | None:
-    """What is in place of a file that begins so: nothing, or one of `PLACEHOLDERS`."""
+    """Describe a file that begins so if it is empty, or one of `PLACEHOLDERS`."""
     if not head:
         return "an empty file"
     return next((what for magic, what in PLACEHOLDERS.items() if head.startswith(magic)), None)

@@ -115,11 +115,11 @@ _SOURCES = {
     "megadit prepare videos makes a data set of its videos": (".mp4", ".mov", ".mkv", ".webm", ".avi"),
     "megadit prepare images makes a data set of its images": (".jpg", ".jpeg", ".png", ".webp"),
 }
-"""What can be done with files of these suffixes."""
+"""Use of files -> their suffixes."""
 
 
 def next_step(path: Path) -> str:
-    """What to do with a path that a command cannot read, by what lies there; begins with a semicolon, "": unknown."""
+    """Advice for a path that a command cannot read, by its content; begins with a semicolon, "": none."""
     if not path.is_dir():
         return ""
     entries = sorted(path.iterdir())

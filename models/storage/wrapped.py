@@ -32,6 +32,7 @@ WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpo
 """Infixes of DDP, torch.compile, FSDP and PEFT in names."""
 _QUANTISED = re.compile(r"\.(SCB|absmax|quant_map|quant_state\..*|qweight|qzeros|_data|weight_scale_inv)$")
 """Tensors of bitsandbytes, GPTQ, Quanto and block-wise FP8."""
+_MOST_NESTED = 8
 _AVERAGE = re.compile(r"(^|[._])(ema|averaged?)([._]|$)")
 _OF_TRAINING = re.compile("optim|sched|scaler|rng")
 _OTHER_STATE = re.compile(
@@ -57,7 +58,9 @@ def open_tensor_file(path: Path) -> TensorSource:
     if not head.startswith(TORCH_MAGIC):
         raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
-    while isinstance(values, dict) and (deeper := _deeper(values)) is not None:
+    for _ in range(_MOST_NESTED):  # a dictionary may hold itself
+        if not isinstance(values, dict) or (deeper := _deeper(values)) is None:
+            break
         values = values[deeper]
     named = values.items() if isinstance(values, dict) else ()
     tensors = {name: value for name, value in named if isinstance(value, Tensor)}
@@ -78,12 +81,15 @@ def _deeper(values: Mapping[Any, Any]) -> Any:
     if any(isinstance(value, Tensor) for value in values.values()):
         return None
     found = [key for key in found if not _OF_TRAINING.search(str(key))]
-    averages = [key for key in found if _AVERAGE.search(str(key))]
-    return next(iter(averages or found), None) if len(averages or found) == 1 else None
+    ema_weights = [key for key in found if _AVERAGE.search(str(key))]
+    chosen = ema_weights or found
+    return chosen[0] if len(chosen) == 1 else None
 
 
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, dict) and any(map(_has_tensors, value.values())))
+def _has_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, dict) and depth < _MOST_NESTED:
+        return any(_has_tensors(inner, depth + 1) for inner in value.values())
+    return isinstance(value, Tensor)
 
 
 def _without_tensors(values: Any) -> str:

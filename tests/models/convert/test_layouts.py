@@ -389,3 +389,11 @@ def test_quantised_weights_are_called_so(ending, tmp_path):
     name = f"blocks.0.self_attn.q.{ending}"
     with pytest.raises(UserError, match=rf"is quantised \({name}\): give the weights before"):
         open_published(one(tmp_path, {**RELEASED, name: torch.ones(2)}))
+
+
+@pytest.mark.parametrize("with_tensors", [False, True])
+def test_a_dictionary_that_holds_itself_ends(with_tensors, tmp_path):
+    values = {"model": {"weight": torch.ones(2)} if with_tensors else {}}
+    values["model"]["model"] = values
+    with pytest.raises(UserError, match=r"holds (no named tensors|tensors of another network)"):
+        open_published(one(tmp_path, values, "model.pt"))

@@ -13,7 +13,7 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "video": tuple(
         ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif "
         ".mts .m2ts .m2t .3gp .3g2 .vob .mxf .y4m .m1v .m2v .h264 .264 .h265 .hevc .ivf .f4v .asf .qt .dv .mpe "
-        ".mjpeg .mjpg".split()
+        ".mjpeg .mjpg .nut .obu".split()
     ),
     "image": tuple(
         ".jpg .jpeg .png .webp .bmp .tif .tiff .ppm .jpe .jfif .pgm .pbm .pnm .gif .tga .jp2 .j2k .jpx .avif .heic "
@@ -51,6 +51,7 @@ _MAGIC: tuple[tuple[int, bytes, Kind, str], ...] = (
     (0, b"\x06\x0e\x2b\x34\x02\x05\x01\x01", "video", "MXF"),
     (0, b"YUV4MPEG2 ", "video", "Y4M"),
     (0, b"DKIF", "video", "IVF"),
+    (0, b"nut/multimedia container\0", "video", "NUT"),
     (0, b"\x1f\x07\0", "video", "DV"),
 )
 _NEXT_JPEG = b"\xff\xd9\xff\xd8\xff"

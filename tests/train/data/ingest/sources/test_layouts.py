@@ -342,6 +342,8 @@ VIDEOS = {
     "m1v": ("mpeg1video", "mpeg1video"),
     "mjpeg": ("mjpeg", "mjpeg"),
     "clip": ("matroska", "mpeg4"),
+    "nut": ("nut", "mpeg4"),
+    "film": ("nut", "mpeg4"),
 }
 
 
