@@ -11,7 +11,7 @@ from megadit.infer.decoding.rules import MAX_PIXELS
 
 CONTAINERS = (
     "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,apng,h264,hevc,ivf,mxf,yuv4mpegpipe,nut,"
-    "dv,obu,mjpeg,vc1,gxf"
+    "dv,obu,mjpeg,mpjpeg,vc1,gxf"
 )
 """Containers that are opened; none of them refers to other files, as playlists do."""
 

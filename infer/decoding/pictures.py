@@ -1,5 +1,7 @@
 """Pictures as shown: upright, in 8-bit sRGB, on a background where transparent."""
 
+import io
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -18,6 +20,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
 """Formats that only some builds of Pillow and its plugins read."""
 UNREADABLE = "it is not a picture in a format that Pillow supports here"
+_EXIF_BOX, _MAX_EXIF = b"JpgTiffExif->JP2", 1 << 16
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """TIFF tag that says whether zero is white."""
@@ -43,6 +46,10 @@ def read_picture(
         image = Image.open(file, formats=formats or _readable_formats())
         rules.check(image.width, image.height)
         check(image.width, image.height)
+        if image.format == "JPEG2000":  # of which Pillow reads no EXIF
+            image.info["exif"] = _exif_of_boxes(file)
+        with suppress(SyntaxError):  # of damaged EXIF, which is not asked again
+            image.getexif()
         upright = ImageOps.exif_transpose(image)
         grey = _eight_bits(upright, image)
         colours = profile_to_srgb(grey)
@@ -56,6 +63,19 @@ def read_picture(
         raise UnusableSourceError("broken", UNREADABLE) from None
     except Exception as error:  # decoders raise any exception
         raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
+
+
+def _exif_of_boxes(file: BinaryIO) -> bytes:
+    """The EXIF of a JPEG 2000, in the box by which ExifTool and Exiv2 mark it; b"": none."""
+    place, end = 0, file.seek(0, io.SEEK_END)
+    while place + len(_EXIF_BOX) < end:
+        file.seek(place)
+        size, kind = struct.unpack(">I4s", file.read(8))
+        size = struct.unpack(">Q", file.read(8))[0] if size == 1 else size or end - place
+        if kind == b"uuid" and file.read(len(_EXIF_BOX)) == _EXIF_BOX:
+            return b"Exif\0\0" + file.read(min(size, _MAX_EXIF))
+        place += max(size, 8)
+    return b""
 
 
 @cache

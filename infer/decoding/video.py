@@ -20,6 +20,7 @@ from megadit.infer.decoding import animations
 from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
 from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.models.shared.documents import placeholder
 
 _ALPHA_DECODERS = {"vp8": "vp8", "vp9": "vp9", "libvpx": "vp8", "libvpx-vp9": "vp9"}
 _ANIMATIONS = ("gif", "apng")
@@ -34,6 +35,7 @@ def open_video(
     Raises:
         UnusableSourceError: if nothing can be decoded, or it is too large.
     """
+    head = b""
     try:
         head = file.read(30)
         file.seek(0)
@@ -50,6 +52,8 @@ def open_video(
         message = error.strerror if isinstance(error, av.FFmpegError) else error
         if isinstance(error, av.ArgumentError):  # what ffmpeg says of every file that is in none of `containers`
             message = "it is damaged, or in a format that is not read here"
+        if found := placeholder(head):
+            message = f"it is {found}"
         raise UnusableSourceError("broken", str(message)) from None
 
 

@@ -29,6 +29,7 @@ from megadit.models.shared.cli.setting import setting, settings_of
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_end, read_json, read_yaml
+from megadit.models.shared.outside import next_step
 from megadit.models.shared.shards import damaged_shards, partly_copied, verified_shards
 from megadit.models.storage.manifest import MANIFEST_FILE, is_bundle
 from megadit.models.storage.weights import network_shapes
@@ -122,9 +123,11 @@ def describe(path: Path) -> Facts:
         return describe_blend(path)
     if path.is_file() and path.suffix.lower() in MEDIA_SUFFIXES:
         return describe_media(path)
+    is_published = any((path / name).is_file() for name in ("model_index.json", "config.json"))
+    step = "; megadit convert makes a bundle of a published model" if is_published else next_step(path)
     raise UserError(
         f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} next to "
-        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter, a video or an image"
+        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter, a video or an image{step}"
     )
 
 

@@ -185,12 +185,14 @@ def _import(source: Path, options: ConvertOptions) -> None:
             f"diffusers' AutoencoderKL or AutoencoderKLWan)"
         )
     defaults = published_defaults(published, tokenizer)
+    text_encoder = _choose_text_encoder(source, published, options.text_encoder)
+    text_encoder.fingerprint()  # a damaged one is found before the network is written
     write_bundle(
         options.out,
         config=published.config,
         state_dict=published.tensors,
         tokenizer=tokenizer,
-        text_encoder=_choose_text_encoder(source, published, options.text_encoder),
+        text_encoder=text_encoder,
         image_encoder=_choose_image_encoder(source, published.config, options.image_encoder),
         defaults=defaults,
         training={

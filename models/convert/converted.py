@@ -9,7 +9,7 @@ from torch import Tensor
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.tensor_source import Stored, TensorSource
+from megadit.models.storage.tensor_source import Stored, TensorSource, check_floating
 from megadit.models.storage.weights import check_shapes, network_shapes
 
 
@@ -26,9 +26,7 @@ def to_ours(
     expected = {name: shape for entry in entries for name, shape in their_shapes(entry, ours[entry.name]).items()}
     found = {name: shape for name, shape in source.shapes.items() if name in expected or not re.search(ignored, name)}
     check_shapes(found, expected, f"the tensors of {source.label}")
-    for name in expected:
-        if not source.stored[name].dtype.is_floating_point:
-            raise UserError(f"{source.label}: {name} holds {source.stored[name].dtype}: give the original weights")
+    check_floating(source, expected)
     by_name = {entry.name: entry for entry in entries}
 
     def read(name: str) -> Tensor:

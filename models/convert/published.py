@@ -17,6 +17,7 @@ from megadit.models.convert.tensor_map import Entry
 from megadit.models.networks.registry import build_without_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, read_object
+from megadit.models.shared.outside import next_step
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.storage.weight_files import open_weights, weight_files
 from megadit.models.storage.weights import config_from_dict, config_to_dict
@@ -174,6 +175,7 @@ def open_published(path: Path) -> Published:
     raise UserError(
         f"{path} is no published checkpoint: expected a directory of diffusers (config.json or model_index.json), a "
         f".pt or .safetensors file, or a distributed checkpoint of Megatron (metadata.json and .distcp files)"
+        f"{next_step(path)}"
     )
 
 

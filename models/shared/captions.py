@@ -17,7 +17,7 @@ CAPTION_COLUMNS = (
     *("caption_json", "temporal_caption", "t2w_windows"),  # of cosmos-framework
 )
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path", "vision_path")
-ASSISTANT_ROLES = ("gpt", "assistant")
+ASSISTANT_ROLES = ("gpt", "assistant", "model")
 """Roles in conversations whose turns hold the caption."""
 MAX_CAPTION_BYTES = 1 << 20
 MARKS = {
@@ -32,18 +32,25 @@ FAR_LONGER = 2
 """Ratio to the longest training caption from which a prompt is far longer."""
 _SHORT = 4
 """Minimum for the longest caption's words, for this ratio."""
+_CAMEL = re.compile(r"[\s-]+|(?<=[a-z])(?=[A-Z])")
+"""Boundaries of words in the name of a column, besides underscores: `Image Name`, `imageName`."""
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
 _BETWEEN = re.compile(r"\[[\s,]*\]")
 _UNSEEN = frozenset("Cc Cf Zs Zl Zp".split())
 """Unicode's categories of characters that are not seen."""
-_SAYS_CAPTION = frozenset("caption captions text texts prompt prompts description descriptions".split())
+_SAYS_CAPTION = frozenset(
+    "caption captions text texts prompt prompts description descriptions cap recaption sentence sentences comment "
+    "response".split()
+)
 _QUALIFIES_CAPTION = frozenset(
     "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
-    "scene llm vlm blip blip2 cogvlm llava qwen gpt gemini".split()
+    "scene llm vlm blip blip2 cogvlm llava qwen gpt gemini alt raw".split()
 )
-_SAYS_FILE = frozenset("file filename filepath path video image media img videoid filenames".split())
-_QUALIFIES_FILE = frozenset("name id relative rel absolute abs local clip clips".split())
+_SAYS_FILE = frozenset(
+    "file filename filepath path video image media img videoid filenames files videos images".split()
+)
+_QUALIFIES_FILE = frozenset("name names id relative rel absolute abs local clip clips".split())
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -104,13 +111,10 @@ def file_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
 def _chosen(
     columns: tuple[str, ...], usual: Sequence[str], say: frozenset[str], qualify: frozenset[str]
 ) -> tuple[str, ...]:
-    plain = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in columns if column is not None}
+    plain = {column: _CAMEL.sub("_", str(column).strip()).lower() for column in columns if column is not None}
     exact = [column for name in usual for column, other in plain.items() if other == name]
-    made = [
-        column
-        for column, name in plain.items()
-        if (words := set(name.split("_"))) & say and words <= say | qualify and column not in exact
-    ]
+    words = {column: {word for word in name.split("_") if not word.isdecimal()} for column, name in plain.items()}
+    made = [column for column, of in words.items() if of & say and of <= say | qualify and column not in exact]
     return (*exact, *made)
 
 
@@ -169,6 +173,17 @@ def texts_of(value: Any) -> list[str]:
             return [str(value)]
 
 
+def files_of(value: Any) -> list[str]:
+    """The names of files in a value: a text, a list, or an object that has one, as `{"bytes": null, "path": NAME}`."""
+    match value:
+        case dict():
+            return [name for column in file_columns(tuple(value))[:1] for name in files_of(value[column])]
+        case list() | tuple():
+            return [name for each in value for name in files_of(each)]
+        case _:
+            return texts_of(value)
+
+
 def _texts_of_string(text: str) -> list[str]:
     """The text itself, or the texts of a list that a table stores as text."""
     if text[:2] in ('["', "['") and text.endswith("]"):
@@ -204,7 +219,7 @@ def _printed_list(text: str) -> list[str]:
 
 def _answer(turns: list[dict[str, Any]]) -> list[str]:
     for turn in turns:
-        if (turn.get("from") or turn.get("role")) in ASSISTANT_ROLES:
+        if str(turn.get("from") or turn.get("role")).lower() in ASSISTANT_ROLES:
             return texts_of(turn.get("value") or turn.get("content"))
     return []
 

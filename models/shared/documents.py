@@ -20,9 +20,12 @@ MAX_BYTES = 1 << 24
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects."""
 
-OTHER_FILES = {
+PLACEHOLDERS = {
     b"version ": "a pointer of Git LFS, not the file itself; get it by git lfs pull",
-    b"<": "a web page, not weights; download the file again",
+    b"<": "a web page, not the file itself; download it again",
+}
+"""First bytes of what often lies in a file's place -> what it is."""
+OTHER_FILES = PLACEHOLDERS | {
     b"GGUF": "a quantised GGUF file; give the original safetensors",
     b"PK\3\4": "a zip file, as torch.save writes, no safetensors file; name it .pt",
     b"\x80": "a pickle, as torch.save writes, no safetensors file; name it .pt",
@@ -92,6 +95,13 @@ def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) 
         if found := next((kind for magic, kind in OTHER_FILES.items() if head.startswith(magic)), None):
             raise UserError(f"{where} is {found}")
         check_size(length, f"the header of {where}", max_bytes)
+
+
+def placeholder(head: bytes) -> str | None:
+    """Describe a file that begins so if it is empty, or one of `PLACEHOLDERS`."""
+    if not head:
+        return "an empty file"
+    return next((what for magic, what in PLACEHOLDERS.items() if head.startswith(magic)), None)
 
 
 def check_pickle(content: bytes, where: str) -> None:

@@ -15,7 +15,7 @@ HIDDEN = "hidden"
 LEADS_OUT = "link that leads out of the folder (--follow_links)"
 READ_ELSEWHERE = "linked folder that is read elsewhere"
 LITTER = frozenset(
-    "@eadir __macosx #recycle $recycle.bin lost+found thumbs.db ehthumbs.db desktop.ini".split()
+    "@eadir @recycle @tmp #recycle #snapshot __macosx $recycle.bin lost+found thumbs.db ehthumbs.db desktop.ini".split()
     + ["system volume information"]
 )
 """Lower-case names of system folders and files: thumbnails, trash."""
@@ -105,3 +105,28 @@ def _kind(entry: os.DirEntry, base: str, entered: set[str], why: str, follow_lin
         entered.add(real)
         return (True, why) if is_new else (False, why or READ_ELSEWHERE)
     return False, why or ("" if S_ISREG(mode) else "not a file")
+
+
+_MARKS = ("megadit.json", "model_index.json", "config.json")
+"""Files that say what a folder is: our components, and published models."""
+_SOURCES = {
+    "give one of its files of weights by itself": (".safetensors", ".pt", ".pth", ".ckpt", ".bin"),
+    "megadit prepare webdataset makes a data set of its tar files": (".tar",),
+    "megadit prepare videos makes a data set of its videos": (".mp4", ".mov", ".mkv", ".webm", ".avi"),
+    "megadit prepare images makes a data set of its images": (".jpg", ".jpeg", ".png", ".webp"),
+}
+"""Use of files -> their suffixes."""
+
+
+def next_step(path: Path) -> str:
+    """Advice for a path that a command cannot read, by its content; begins with a semicolon, "": none."""
+    if not path.is_dir():
+        return ""
+    entries = sorted(path.iterdir())
+    if not entries:
+        return "; it is empty: was its download interrupted?"
+    inner = (each.parent for name in _MARKS for depth in ("*", "*/*") for each in path.glob(f"{depth}/{name}"))
+    if (found := next(inner, None)) is not None:
+        return f"; did you mean {found}?"
+    there = {entry.suffix.lower() for entry in entries}
+    return next((f"; {step}" for step, suffixes in _SOURCES.items() if there & {*suffixes}), "")

@@ -13,7 +13,7 @@ import torch
 
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import inner_path, read_json
-from megadit.models.storage.tensor_source import TensorSource, check_archive_file
+from megadit.models.storage.tensor_source import TensorSource, check_archive_file, check_numbers
 from megadit.models.storage.weight_files import open_weights, weight_files
 from megadit.models.storage.weights import listed
 from megadit.models.storage.wrapped import unwrapped
@@ -79,12 +79,16 @@ def load_encoder(network_class: type, place: Path, encoder: Encoder, needs: str,
 
 
 def check_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> None:
-    """Raise what `load_encoder` would, from names and shapes alone; needs accelerate, else does nothing."""
-    if find_spec("accelerate") is None:
-        return
+    """Raise what `load_encoder` would, from names and shapes (with accelerate alone).
+
+    Raises:
+        UserError: also for weights that are no finite numbers, which it would load as they are.
+    """
     tensors = encoder_tensors(place, encoder, needs)
-    state = {name: torch.empty(kept.shape, dtype=kept.dtype, device="meta") for name, kept in tensors.stored.items()}
-    _loaded(network_class, None, place, encoder, needs, state_dict=state, device_map="meta", **options)
+    if find_spec("accelerate") is not None:
+        state = {name: torch.empty(of.shape, dtype=of.dtype, device="meta") for name, of in tensors.stored.items()}
+        _loaded(network_class, None, place, encoder, needs, state_dict=state, device_map="meta", **options)
+    check_numbers(tensors, [name for name in tensors.stored if not re.search(encoder.others, name)])
 
 
 def _plain_files(place: Path) -> list[Path]:

@@ -155,6 +155,28 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
     return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name), metadata)
 
 
+def check_numbers(source: TensorSource, names: Iterable[str]) -> None:
+    """Raises UserError for one of these tensors that holds integers, or numbers that are not finite; reads one at a
+    time."""
+    names = list(names)
+    check_floating(source, names)
+    for name in names:
+        if not is_finite(source.read(name)):
+            raise UserError(f"{source.label}: {name} has numbers that are not finite, or is damaged")
+
+
+def check_floating(source: TensorSource, names: Iterable[str]) -> None:
+    """Raises UserError for one of these tensors that holds no floating-point numbers."""
+    for name in names:
+        if not (dtype := source.stored[name].dtype).is_floating_point:
+            raise UserError(f"{source.label}: {name} holds {dtype}: give the original weights")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a floating-point tensor of any shape are finite; torch does not tell those of 8 bits."""
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
+
+
 def write_safetensors(
     path: str | os.PathLike,
     source: TensorSource,
@@ -188,7 +210,7 @@ def write_safetensors(
             entry, tensor = header[name], source.read(name)
             assert list(tensor.shape) == entry["shape"], f"{name} changed its shape while it was written"
             data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten()
-            if data.is_floating_point() and not (data.float() if data.itemsize == 1 else data).isfinite().all():
+            if data.is_floating_point() and not is_finite(data):
                 raise UserError(f"{source.label}: {name} has numbers that {entry['dtype']} cannot hold, or is damaged")
             file.write(data.view(torch.uint8).numpy().data)
 

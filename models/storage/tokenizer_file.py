@@ -35,7 +35,9 @@ def load_tokenizer(folder: Path) -> Any:
     if (folder / NAME).is_file():
         check_tokenizer(read_limited(folder / NAME, _MOST_BYTES), str(folder / NAME))
     with library_errors(lambda reason: f"{folder} has no readable tokenizer ({reason})"):
-        return transformers_library("a tokenizer").AutoTokenizer.from_pretrained(folder, **PRETRAINED)
+        tokenizer = transformers_library("a tokenizer").AutoTokenizer.from_pretrained(folder, **PRETRAINED)
+        tokenizer("a")  # one without words is read all the same
+        return tokenizer
 
 
 def check_tokenizer(text: str | bytes, where: str) -> None:

@@ -28,16 +28,20 @@ TORCH_MAGIC = (b"PK", b"\x80")
 """First bytes of a file of torch.save: a zip file, or of old a pickle."""
 NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
 """Keys of a network's state dict in files of torch.save, EMA weights first."""
-WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Infixes of DDP, torch.compile and FSDP in names."""
-_AVERAGE = re.compile(r"(^|[._])ema[._]")
+WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
+"""Infixes of DDP, torch.compile, FSDP and PEFT in names."""
+_QUANTISED = re.compile(r"\.(SCB|absmax|quant_map|quant_state\..*|qweight|qzeros|_data|weight_scale_inv)$")
+"""Tensors of bitsandbytes, GPTQ, Quanto and block-wise FP8."""
+_MOST_NESTED = 8
+_AVERAGE = re.compile(r"(^|[._])(ema|averaged?)([._]|$)")
+_OF_TRAINING = re.compile("optim|sched|scaler|rng")
 _OTHER_STATE = re.compile(
     r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
 )
 """Prefixes of other tensors in files in which the network's tensors have a prefix."""
 _SCALES = (".scale_weight", ".weight_scale")
-_OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale)$")
-"""Pattern of tensors that are only needed by kernels with 8-bit activations."""
+_OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale|comfy_quant)$")
+"""Pattern of tensors that are only needed by kernels with 8-bit activations, or to choose a kernel."""
 
 
 def open_tensor_file(path: Path) -> TensorSource:
@@ -51,8 +55,12 @@ def open_tensor_file(path: Path) -> TensorSource:
     is_safetensors = path.suffix == ".safetensors" or head[8:] == b"{"
     if is_safetensors or (head.startswith(tuple(OTHER_FILES)) and not head.startswith(TORCH_MAGIC)):
         return open_safetensors(path)
+    if not head.startswith(TORCH_MAGIC):
+        raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
-    while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
+    for _ in range(_MOST_NESTED):  # a dictionary may hold itself
+        if not isinstance(values, dict) or (deeper := _deeper(values)) is None:
+            break
         values = values[deeper]
     named = values.items() if isinstance(values, dict) else ()
     tensors = {name: value for name, value in named if isinstance(value, Tensor)}
@@ -64,8 +72,24 @@ def open_tensor_file(path: Path) -> TensorSource:
     return from_state_dict(tensors, str(path))
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict) and any(isinstance(inner, Tensor | dict) for inner in value.values())
+def _deeper(values: Mapping[Any, Any]) -> Any:
+    """The key of a state dict: one of `NESTED`, else the only one with tensors, of EMA weights and others that of EMA
+    weights."""
+    found = [key for key, value in values.items() if isinstance(value, dict) and _has_tensors(value)]
+    if known := next((key for key in NESTED if key in found), None):
+        return known
+    if any(isinstance(value, Tensor) for value in values.values()):
+        return None
+    found = [key for key in found if not _OF_TRAINING.search(str(key))]
+    ema_weights = [key for key in found if _AVERAGE.search(str(key))]
+    chosen = ema_weights or found
+    return chosen[0] if len(chosen) == 1 else None
+
+
+def _has_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, dict) and depth < _MOST_NESTED:
+        return any(_has_tensors(inner, depth + 1) for inner in value.values())
+    return isinstance(value, Tensor)
 
 
 def _without_tensors(values: Any) -> str:
@@ -120,6 +144,8 @@ def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 def _with_scales(source: TensorSource) -> TensorSource:
     """8-bit tensors times their scales, float32."""
+    if quantised := next(filter(_QUANTISED.search, source.stored), None):
+        raise UserError(f"{source.label} is quantised ({quantised}): give the weights before quantisation")
     scales = {
         f"{name.removesuffix(ending)}.weight": name
         for name in source.stored

@@ -268,7 +268,10 @@ class CLIPTextEncoder:
         For a loaded encoder it is the saved one: the model's files may not be on this machine.
         """
         if "fingerprint" not in self._loaded:
-            words = [_PUBLISHED.vocabulary_hash(words) for _, words in self._folders]
+            words = [
+                _PUBLISHED.vocabulary_hash(words, sizes["vocab_size"])
+                for (_, words), sizes in zip(self._folders, self._architectures(), strict=True)
+            ]
             named = ("layer", "text_padding", "empty_text")
             settings = {"words": words, **{name: getattr(self, name) for name in named}}
             for folder, name in self._classes():

@@ -150,12 +150,14 @@ class PublishedText:
         network_class = getattr(transformers_library(self.what), class_name)
         check_encoder(network_class, directory, self.encoder, self.files, **options)
 
-    def vocabulary_hash(self, directory: Path) -> str:
-        """Hash of the vocabulary file.
+    def vocabulary_hash(self, directory: Path, size: int) -> str:
+        """Hash of the vocabulary file, for a network with `size` embeddings.
 
         Raises:
-            UserError: if there is none.
+            UserError: if there is none, it is damaged, or has more tokens than `size`.
         """
+        if (found := self.load_tokenizer(directory).vocab_size) > size:
+            raise UserError(f"{directory} has a tokenizer of {found:,} tokens, and its network {size:,}: give its own")
         return sha256_of(self._vocabulary(directory))
 
     def read_tensor(self, directory: Path, *names: str) -> Tensor:

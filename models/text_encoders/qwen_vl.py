@@ -186,7 +186,8 @@ class QwenVLTextEncoder:
         """
         if "fingerprint" not in self._loaded:
             network, words = self._folders
-            settings = {"max_length": self.max_length, "words": _PUBLISHED.vocabulary_hash(words)}
+            size = self._architecture()["vocab_size"]
+            settings = {"max_length": self.max_length, "words": _PUBLISHED.vocabulary_hash(words, size)}
             _PUBLISHED.check_network(network, _CLASS)
             norm = _PUBLISHED.read_tensor(network, *_LAST_NORMS).bfloat16()
             tensors = {"norm": norm, **self.projection}

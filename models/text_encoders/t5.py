@@ -240,7 +240,7 @@ class T5TextEncoder:
         For a loaded encoder it is the saved one: the model's files may not be on this machine.
         """
         if "fingerprint" not in self._loaded:
-            words = _PUBLISHED.vocabulary_hash(self._folders[1])
+            words = _PUBLISHED.vocabulary_hash(self._folders[1], self.vocabulary_size)
             settings = {"max_length": self.max_length, "text_padding": self.text_padding, "words": words}
             architecture = {name: self._architecture().get(name) for name in _ARCHITECTURE}
             name, config = self._network_class()

@@ -45,13 +45,15 @@ PREFIXES = (
     "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
     "lora_unet_", "lora_transformer_", "lycoris_", "model.", "dit.", "net.",
 )  # fmt: skip
-"""Prefixes of linears' names, removed in this order."""
+"""Prefixes of linears' names; one may follow another."""
+_ADAPTER = r"(?:\.[\w.-]+)?"
+"""The name that a user gave an adapter, as PEFT writes it."""
 ENDINGS = {
-    DOWN: r"\.lora_A(?:\.\w+)?\.weight|\.lora_down\.weight|[._]lora\.down\.weight",
-    UP: r"\.lora_B(?:\.\w+)?\.weight|\.lora_up\.weight|[._]lora\.up\.weight",
-    MAGNITUDE: r"\.lora_magnitude_vector(?:\.\w+){0,2}|\.dora_scale",
+    DOWN: rf"\.lora_A{_ADAPTER}\.weight|\.lora_down\.weight|[._]lora\.down\.weight",
+    UP: rf"\.lora_B{_ADAPTER}\.weight|\.lora_up\.weight|[._]lora\.up\.weight",
+    MAGNITUDE: rf"\.lora_magnitude_vector{_ADAPTER}|\.dora_scale",
     BIAS: r"\.diff_b",
-    UP_BIAS: r"\.lora_B(?:\.\w+)?\.bias|\.lora_up\.bias",
+    UP_BIAS: rf"\.lora_B{_ADAPTER}\.bias|\.lora_up\.bias",
     DIFFERENCE: r"\.diff",
     ALPHA: r"\.alpha",
     SCALE: r"\.alpha_scale|\.scale",
@@ -124,8 +126,9 @@ def named_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
 
 def split_key(key: str) -> tuple[str, str] | None:
     """(name of the linear, factor) of a file's key; None for keys of other tensors."""
-    for prefix in PREFIXES:
-        key = WRAPPERS.sub("", key.removeprefix(prefix))
+    key = WRAPPERS.sub("", key)
+    while prefix := next(filter(key.startswith, PREFIXES), ""):
+        key = key.removeprefix(prefix)
     found = _KEY.fullmatch(key)
     return found and (found["linear"], found.lastgroup)
 

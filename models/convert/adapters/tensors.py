@@ -36,7 +36,11 @@ _OF_OTHER_LAYERS = re.compile(r"\.diff(_b|_m)?$")
 """Suffixes of changes of other tensors than the matrix of a linear."""
 _OF_IMAGES = re.compile(r"(^|[._])(k_img|v_img|norm_k_img|img_emb|add_[kv]_proj|norm_added_k|image_embedder)([._]|$)")
 """Names of the layers by which Wan's networks read images."""
-_KINDS = {"hada_w1": "a LoHa", "lokr_w1": "a LoKr", "oft_blocks": "an OFT", "lora_mid": "a LoCon of convolutions"}
+_KINDS = {
+    "hada_w1": "a LoHa", "lokr_w1": "a LoKr", "oft_blocks": "an OFT", "oft_R": "an OFT", "oft_diag": "an OFT",
+    "lora_mid": "a LoCon of convolutions", "ia3_l": "an IA3", "vera_lambda": "a VeRA", ".a1.": "a GLoRA",
+    "emb_params": "a textual inversion",
+}  # fmt: skip
 """Substring of a key -> unsupported kind of adapter."""
 
 

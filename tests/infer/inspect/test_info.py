@@ -13,6 +13,7 @@ from megadit.infer.inspect import info
 from megadit.infer.media.video_io import write_video
 from megadit.models.bundle import write_bundle
 from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.convert.published import open_published
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.flops import forward_flops
 from megadit.models.networks.dit import DiT
@@ -309,3 +310,30 @@ def test_a_damaged_bundle_is_refused(bundle, tmp_path):
     (copy / "transformer" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="missing"):
         info.describe(copy)
+
+
+STEPS = {
+    "empty": ([], "it is empty: was its download interrupted?"),
+    "one folder too high": (["snapshots/0a/model_index.json"], "did you mean {}/snapshots/0a?"),
+    "videos": (["a.MP4", "a.txt"], "megadit prepare videos makes a data set of its videos"),
+    "images": (["a.jpg"], "megadit prepare images makes a data set of its images"),
+    "tar files": (["00000.tar"], "megadit prepare webdataset makes a data set of its tar files"),
+    "weights": (["model.safetensors"], "give one of its files of weights by itself"),
+}
+
+
+@pytest.mark.parametrize(("names", "step"), STEPS.values(), ids=STEPS)
+def test_a_folder_that_cannot_be_described_or_converted_says_what_to_do(names, step, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+    for read in (info.describe, open_published):
+        with pytest.raises(UserError) as raised:
+            read(tmp_path)
+        assert str(raised.value).endswith(f"; {step.format(tmp_path)}")
+
+
+def test_a_published_model_is_to_be_converted(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(UserError, match="; megadit convert makes a bundle of a published model$"):
+        info.describe(tmp_path)

@@ -350,3 +350,50 @@ def test_other_networks_of_that_class_are_named(change, message, legacy, tmp_pat
     (tmp_path / f"{FILE}.bin").write_bytes((legacy / f"{FILE}.bin").read_bytes())
     with pytest.raises(UserError, match=message):
         open_published(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\0\0\0\x18ftypisom"])
+def test_a_file_that_holds_no_weights_says_so(content, tmp_path):
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"model.pt is no file of weights, of safetensors or torch.save"):
+        open_published(tmp_path / "model.pt")
+
+
+ZEROS = {name: torch.zeros_like(tensor) for name, tensor in RELEASED.items()}
+TRAINERS = {
+    "one of any name": {"dit": RELEASED, "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(2)}}}, "step": 3},
+    "averages": {"params": ZEROS, "params_ema": RELEASED},
+    "averages of a model": {
+        "model_state_dict": ZEROS,
+        "model_ema_state_dict": RELEASED,
+        "config": {"net": {"width": 8}},
+    },
+    "deeper": {"app": {"network": RELEASED, "rng": {"cpu": torch.ones(2)}}},
+    "merged by PEFT": {"model": {name.replace("attn.q.", "attn.q.base_layer."): RELEASED[name] for name in RELEASED}},
+}
+
+
+@pytest.mark.parametrize("values", TRAINERS.values(), ids=TRAINERS)
+def test_files_of_other_trainers(values, tmp_path):
+    found = open_published(one(tmp_path, values, "model.pt")).tensors
+    assert all(torch.equal(found.read(name), tensor) for name, tensor in OURS.items())
+
+
+def test_of_two_networks_none_is_chosen(tmp_path):
+    with pytest.raises(UserError, match="holds no named tensors, only: student, teacher"):
+        open_published(one(tmp_path, {"student": RELEASED, "teacher": ZEROS}, "model.pt"))
+
+
+@pytest.mark.parametrize("ending", ["SCB", "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "weight._data"])
+def test_quantised_weights_are_called_so(ending, tmp_path):
+    name = f"blocks.0.self_attn.q.{ending}"
+    with pytest.raises(UserError, match=rf"is quantised \({name}\): give the weights before"):
+        open_published(one(tmp_path, {**RELEASED, name: torch.ones(2)}))
+
+
+@pytest.mark.parametrize("with_tensors", [False, True])
+def test_a_dictionary_that_holds_itself_ends(with_tensors, tmp_path):
+    values = {"model": {"weight": torch.ones(2)} if with_tensors else {}}
+    values["model"]["model"] = values
+    with pytest.raises(UserError, match=r"holds (no named tensors|tensors of another network)"):
+        open_published(one(tmp_path, values, "model.pt"))

@@ -297,3 +297,73 @@ def test_tensor_files_say_what_they_hold(tmp_path):
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             open_tensor_file(tmp_path / name)
+
+
+NUMBERS = {
+    "none": (lambda tensor: torch.full_like(tensor, torch.nan), "has numbers that are not finite"),
+    "one too large": (
+        lambda tensor: tensor.index_fill(0, torch.tensor(0), torch.inf),
+        "has numbers that are not finite",
+    ),
+    "integers": (lambda tensor: tensor.to(torch.int8), r"holds torch.int8: give the original weights"),
+    "flags": (lambda tensor: tensor > 0, "holds torch.bool"),
+    "half": (torch.Tensor.half, None),
+    "eight bits": (lambda tensor: tensor.to(torch.float8_e4m3fn), None),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), NUMBERS.values(), ids=NUMBERS)
+def test_weights_that_are_no_numbers_are_found_when_a_bundle_is_written(change, message, t5, write_clip, tmp_path):
+    for folder, kind, last in (
+        (t5[0], T5TextEncoder, LAST),
+        (write_clip(tmp_path / "clip"), CLIPTextEncoder, "layers.2.mlp.fc2.weight"),
+    ):
+        place = copied(folder, tmp_path / kind.__name__)
+        tensors = load_file(folder / "model.safetensors")
+        name = next(each for each in tensors if each.endswith(last))
+        save({**tensors, name: change(tensors[name])}, place / "model.safetensors")
+        if message is None:
+            kind(model=str(place)).save(tmp_path / "part")
+            continue
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            kind(model=str(place)).save(tmp_path / "part")
+
+
+def of_another(folder):
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["vocab"] += [[f"word{number}", -3.0] for number in range(99)]
+    return json.dumps(words)
+
+
+WORDS = {
+    "cut": (lambda folder: (folder / "tokenizer.json").read_text()[:500], "tokenizer.json is not valid JSON"),
+    "empty": (lambda folder: "{}", "has no readable tokenizer"),
+    "of another model": (of_another, r"has a tokenizer of \d+ tokens, and its network \d+: give its own"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WORDS.values(), ids=WORDS)
+def test_a_damaged_tokenizer_is_found_when_a_bundle_is_written(change, message, t5, tmp_path):
+    place = tmp_path / "theirs"
+    shutil.copytree(t5[0], place)
+    (place / "tokenizer.json").write_text(change(place))
+    with pytest.raises(UserError, match=message):
+        T5TextEncoder(model=str(place)).save(tmp_path / "part")
+
+
+def test_a_vocabulary_without_words_is_no_tokenizer(write_clip, tmp_path):
+    place = write_clip(tmp_path / "clip")
+    (place / "vocab.json").write_text("{}")
+    for ask in (features, lambda model, kind: kind(model=str(model)).save(tmp_path / "part")):
+        with pytest.raises(UserError, match="has no readable tokenizer .*not found in the vocabulary"):
+            ask(place, CLIPTextEncoder)
+
+
+def test_eight_bits_as_comfyui_marks_them(t5, tmp_path):
+    folder, tensors, _ = t5
+    stored, meant = in_eight_bits(tensors, ending="weight_scale")
+    marks = {name.replace("weight_scale", "comfy_quant"): torch.zeros(9, dtype=torch.uint8) for name in stored}
+    for place, those in (("meant", meant), ("theirs", stored | {n: t for n, t in marks.items() if "comfy" in n})):
+        copied(folder, tmp_path / place)
+        save(those, tmp_path / place / "model.safetensors")
+    assert torch.equal(features(tmp_path / "theirs"), features(tmp_path / "meant"))

@@ -28,9 +28,10 @@ from megadit.train.data.ingest.sources.parquet import count_rows, read_parquet
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, extension_of
 from megadit.train.data.ingest.sources.webdataset import list_shards
 from megadit.train.data.ingest.workers import Workers
+from megadit.train.dataset.places import is_url
 
 ROWS_OF_A_UNIT = 1000
-MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img")
+MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img", "images", "videos", "jpeg", "webp", "webm")
 URL_COLUMNS = ("image_url", "video_url", "url", "URL", "contentUrl")
 NOT_FETCHED = "not fetched: "
 """Prefix of reasons that a retry may resolve."""
@@ -144,7 +145,11 @@ class Tables:
                 skips.append(Skip(source=name, reason="unreadable caption", detail=str(error)))
             else:
                 if content is None:
-                    skips.append(Skip(source=name, reason="row without a picture"))
+                    is_of_several = any(
+                        isinstance(row.get(each), list) and len(row[each]) > 1 for each in MEDIA_COLUMNS
+                    )
+                    reason = "row of several pictures" if is_of_several else "row without a picture"
+                    skips.append(Skip(source=name, reason=reason))
             if content is None or member.is_file():
                 bar.advance()
             elif isinstance(content, bytes):
@@ -174,19 +179,21 @@ class Tables:
 
 
 def _media(row: dict[str, Any]) -> bytes | str | None:
-    """Content or URL of a row's image or video; None if it has neither."""
-    for name in MEDIA_COLUMNS:
-        value = row.get(name)
+    """Content or URL of a row's image or video; None if it has neither, or several."""
+    found = [row[name] for name in MEDIA_COLUMNS if name in row]
+    values = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in found]
+    for value in values:
         content = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(content, bytes):
             return content
     addresses = [name for name in URL_COLUMNS if name in row]
-    if not addresses and not any(name in row for name in MEDIA_COLUMNS):
+    if not addresses and not found:
         raise UserError(
             f"the tables hold no pictures: none of the columns {', '.join(row)} is one of {', '.join(MEDIA_COLUMNS)} "
             f"(bytes) or {', '.join(URL_COLUMNS)}"
         )
-    return next((str(row[name]) for name in addresses if row[name]), None)
+    named = [str(row[name]) for name in addresses if row[name]]
+    return next(iter([*named, *(value for value in values if isinstance(value, str) and is_url(value))]), None)
 
 
 def _pack(tar: Path, descriptions: dict[Path, bytes]) -> None:

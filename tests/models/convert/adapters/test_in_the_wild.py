@@ -251,3 +251,27 @@ def test_what_is_no_such_adapter_is_named(more, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         read_adapter(file, WAN)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("adapter", ["default", "my-style", "v1.0", "weight"])
+@pytest.mark.parametrize(
+    "prefix", ["transformer.base_model.model.", "base_model.model.transformer._orig_mod.", "pipe.dit.module.model."]
+)
+def test_any_name_of_an_adapter_under_any_wrapper(adapter, prefix, tmp_path):
+    plain = factors(*LINEARS)
+    save_file(named(plain), tmp_path / "plain.safetensors")
+    ours = {"lora_down": f"lora_A.{adapter}", "lora_up": f"lora_B.{adapter}"}
+    renamed = {key.replace(of, ours[of]): tensor for key, tensor in plain.items() for of in ours if of in key}
+    save_file(named(renamed, prefix), tmp_path / "theirs.safetensors")
+    expected, found = (read_adapter(tmp_path / f"{n}.safetensors", WAN).to_state()[0] for n in ("plain", "theirs"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+KINDS = {"oft_R.default": "an OFT", "oft_diag": "an OFT", "ia3_l": "an IA3", "vera_lambda_b": "a VeRA"}
+
+
+@pytest.mark.parametrize(("factor", "kind"), KINDS.items())
+def test_adapters_of_other_methods_are_called_so(factor, kind, tmp_path):
+    save_file({f"base_model.model.blocks.0.ffn.0.{factor}": torch.ones(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=f"it is {kind}: only LoRA and DoRA are read; merge it elsewhere"):
+        read_adapter(tmp_path / "a.safetensors", WAN)

@@ -6,7 +6,8 @@
 | `labels/clip.txt` for `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
 | `prompt.txt` for `videos.txt`, line by line | finetrainers, CogVideo |
 | `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
-| any other table whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
+| any other table with captions whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
+| `captions.txt` with a header, as a CSV | Flickr8k |
 | `*.toml` with `caption_extension` | kohya, musubi |
 """
 
@@ -18,11 +19,12 @@ from itertools import islice, zip_longest
 from pathlib import PurePosixPath
 from typing import Any
 
-from megadit.models.shared.captions import MAX_CAPTION_BYTES, file_columns
+from megadit.models.shared.captions import MAX_CAPTION_BYTES, caption_columns, file_columns, files_of
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
+from megadit.train.data.ingest.sources.listing import Reading
 from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table
-from megadit.train.data.ingest.sources.sniff import is_media_name
+from megadit.train.data.ingest.sources.sniff import NEVER, is_media_name
 
 METADATA = "metadata"
 SIDE_SUFFIXES = (".json", ".txt", ".caption")
@@ -78,12 +80,15 @@ def split_of(name: str, is_file: bool = False) -> str | None:
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
-def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list[Table]:
+def find_tables(folder: Folder, split: str, reading: Reading) -> list[Table]:
     """Tables of captions in a folder, without those of other splits; `metadata` first."""
     metadata, others, documents = [], [], {}
-    for name in (name for name in folder.names() if name.lower().endswith(TABLES)):
+    for name in folder.names():
         path = PurePosixPath(name)
-        if path.suffix.lower() == ".json" and (name[:-5] in folder or _is_of_media(folder, name[:-5])):
+        if not name.lower().endswith(TABLES) and path.name.lower() not in TEXT_LISTS:
+            continue
+        stem = name.removesuffix(path.suffix)
+        if path.suffix.lower() in SIDE_SUFFIXES and (stem in folder or _is_of_media(folder, stem)):
             continue  # it is the caption of a single file
         if path.stem.lower() == METADATA:
             metadata.append(_table(folder, name))
@@ -91,7 +96,7 @@ def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list
         if split_of(name, is_file=True) not in (None, split):
             continue
         documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() == ".json")
-        if documents[path.parent] <= MOST_DOCUMENTS and _names_files(folder, table := _table(folder, name), encoding):
+        if documents[path.parent] <= MOST_DOCUMENTS and _is_of_captions(folder, table := _table(folder, name), reading):
             others.append(table)
     return [*metadata, *_lists(folder), *others]
 
@@ -123,11 +128,16 @@ def _lists(folder: Folder) -> Iterator[Table]:
                 yield Table(folder.path(texts), texts, base, folder.path(files))
 
 
-def _names_files(folder: Folder, table: Table, encoding: str | None) -> bool:
+def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
+    """Whether a table names files and has captions: one of sizes or scores must not hide captions beside the files."""
     resolver = Resolver(folder, table.base)
     try:
-        for row in islice(table.rows(encoding), LOOKED_AT):
-            if any(resolver.resolve(str(row[column])) for column in file_columns(tuple(row)) if row[column]):
+        for row in islice(table.rows(reading.caption_encoding), LOOKED_AT):
+            if not any(row.get(column) for column in reading.columns or caption_columns(tuple(row))):
+                continue
+            named = (name for column in file_columns(tuple(row)) for name in files_of(row[column]))
+            found = filter(None, map(resolver.resolve, named))
+            if any(PurePosixPath(name).suffix.lower() not in NEVER for name in found):
                 return True
     except (UserError, ValueError):
         return False
@@ -180,8 +190,11 @@ class Resolver:
 
 
 def forms_of(name: str) -> tuple[str, ...]:
-    """A name as it is written, and with its accents composed and apart: macOS takes them apart in names of files."""
-    return (name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD") if not name.isascii()))
+    """A name as it is written; with its accents composed and apart, as macOS has them in names of files; and with its
+    suffix in small letters and in capitals, as cameras have it."""
+    accents = (name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD") if not name.isascii()))
+    parts = [each.rpartition(".") for each in accents]
+    return (*accents, *(f"{stem}{dot}{end}" for stem, dot, suffix in parts for end in (suffix.lower(), suffix.upper())))
 
 
 def _only(names: Iterable[str]) -> str | None:
@@ -203,11 +216,7 @@ def caption_files(folder: Folder, name: str, extensions: Sequence[str] = ()) -> 
         parent = path.parent.parent
         names += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
     names = [form for each in names for form in forms_of(each)]
-    found = [each for each in dict.fromkeys(names) if each in folder]
-    if not found:  # .TXT, as some systems write
-        upper = [each[: each.rfind(".")] + each[each.rfind(".") :].upper() for each in names]
-        found = [each for each in dict.fromkeys(upper) if each in folder]
-    return found
+    return [each for each in dict.fromkeys(names) if each in folder]
 
 
 def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:

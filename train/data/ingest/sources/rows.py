@@ -2,8 +2,9 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -13,10 +14,15 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import open_file
 from megadit.train.data.ingest.sources.parquet import read_parquet
 
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
+JSON = (".jsonl", ".ndjson", ".json")
+TABLES = (".csv", ".tsv", *JSON, ".parquet")
 SEPARATORS = ",;\t|"
+HEAD_CHARACTERS = 1 << 16
+"""Characters of a file by which lines of JSON are told from a document."""
 MAX_JSON_BYTES = 1 << 27
 """Maximum size of a table that is one JSON document, which is read whole; JSON lines have no limit."""
+_SEPARATOR_LINE = re.compile(r"sep=.\s*$", re.IGNORECASE)
+"""The first line of a CSV for Excel."""
 REST = "\0rest"
 """The column of what a row of a CSV has more than its header."""
 
@@ -31,15 +37,15 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
     try:
         if suffix == ".parquet":
             yield from read_parquet(path)
-        elif suffix in (".csv", ".tsv"):
+        elif suffix in (".csv", ".tsv", ".txt"):
             with open_text(path, encoding) as file:
-                yield from _csv_rows(file, path, "\t" if suffix == ".tsv" else SEPARATORS)
-        elif suffix in (".jsonl", ".ndjson"):
+                yield from _csv_rows(file, path)
+        elif suffix in JSON and _has_lines(path, encoding, suffix):
             with open_text(path, encoding) as file:
                 for number, line in enumerate(lines_of(file, path), 1):
                     if line.strip():
                         yield _row(parse_json(line, f"line {number} of {path}", is_finite=False), path)
-        elif suffix == ".json":
+        elif suffix in JSON:
             with open_text(path, encoding) as file:
                 content = file.read(MAX_JSON_BYTES + 1)
             document = parse_json(content, path, max_bytes=MAX_JSON_BYTES, is_finite=False)
@@ -68,6 +74,15 @@ def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
     return text
 
 
+def _has_lines(path: str, encoding: str | None, suffix: str) -> bool:
+    """Whether each line of a file is a JSON document, whatever its suffix says."""
+    with open_text(path, encoding) as file:
+        heads = [line.strip()[:2] for line in islice(filter(str.strip, file.read(HEAD_CHARACTERS).splitlines()), 2)]
+    if suffix == ".json":
+        return len(heads) == 2 and all(head[0] == "{" for head in heads)
+    return not heads or (heads[0] != "{" and heads[0][0] != "[")
+
+
 def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
     """The lines of a text that anybody may have written.
 
@@ -79,12 +94,15 @@ def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
         yield line
 
 
-def _csv_rows(file: io.TextIOWrapper, path: str, separators: str) -> Iterator[dict[str, Any]]:
+def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
     lines = lines_of(file, path)
-    header = next(filter(str.strip, lines), "")
-    delimiter = max(separators, key=lambda each: _likelihood(header, each))
+    header = next((line for line in lines if line.strip() and not _SEPARATOR_LINE.match(line)), "")
+    delimiter = max(SEPARATORS, key=lambda each: _likelihood(header, each))
+    has_blanks = f"{delimiter} " in header  # after separators: else those before a quote make it a part of the text
     # strict: else a quote that is not closed takes in all rows after it
-    rows = csv.DictReader(chain([header], lines), restkey=REST, delimiter=delimiter, strict=True)
+    rows = csv.DictReader(
+        chain([header], lines), restkey=REST, delimiter=delimiter, strict=True, skipinitialspace=has_blanks
+    )
     names, first = tuple(rows.fieldnames or ()), 2
     try:
         for name in (*caption_columns(names), *file_columns(names)):
@@ -108,8 +126,8 @@ def _likelihood(header: str, separator: str) -> tuple[bool, int]:
 
 
 def json_rows(document: Any) -> Iterator[Any]:
-    """The rows in a JSON document: a list, one inside an object, objects by the names of their files, or the pictures
-    and annotations of COCO and MSR-VTT."""
+    """The rows in a JSON document: a list, one inside an object, columns, objects by the names of their files, or the
+    pictures and annotations of COCO and MSR-VTT."""
     if isinstance(document, list):
         yield from document
         return
@@ -123,15 +141,20 @@ def json_rows(document: Any) -> Iterator[Any]:
             found = [each for each in document[files] if isinstance(each, dict)]
             by_id = {str(each[own]): each for own in ("id", key) for each in found if own in each}
             for each in document[texts]:
-                if isinstance(each, dict) and (about := by_id.get(str(each.get(key)))):
+                if isinstance(each, dict) and "caption" in each and (about := by_id.get(str(each.get(key)))):
                     yield {"file_name": about.get(name), "caption": each.get("caption"), "split": about.get("split")}
             return
     lists = [value for value in document.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists:
-        yield from lists[0]
+        yield from next((rows for rows in lists if file_columns(tuple(rows[0]))), lists[0])
+        return
+    columns = [list(value.values()) if isinstance(value, dict) else value for value in document.values()]
+    if file_columns(tuple(document)) and all(isinstance(each, list) for each in columns):  # as pandas writes them
+        yield from (dict(zip(document, row, strict=True)) for row in zip(*columns, strict=False))
         return
     for name, value in document.items():
-        yield {"file_name": name, **(value if isinstance(value, dict) else {"caption": value})}
+        is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        yield {"file_name": name} | (value if isinstance(value, dict) else {"caption": value} if is_text else {})
 
 
 def _row(value: Any, path: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from megadit.infer.decoding import animations
+from megadit.models.shared.documents import placeholder
 from megadit.train.data.ingest.plan import Kind
 
 HEAD_BYTES = animations.HEAD_BYTES
@@ -12,7 +13,7 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "video": tuple(
         ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif "
         ".mts .m2ts .m2t .3gp .3g2 .vob .mxf .y4m .m1v .m2v .h264 .264 .h265 .hevc .ivf .f4v .asf .qt .dv .mpe "
-        ".mjpeg .mjpg".split()
+        ".mjpeg .mjpg .nut .obu".split()
     ),
     "image": tuple(
         ".jpg .jpeg .png .webp .bmp .tif .tiff .ppm .jpe .jfif .pgm .pbm .pnm .gif .tga .jp2 .j2k .jpx .avif .heic "
@@ -21,9 +22,11 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
 }
 NEVER = frozenset(
     ".txt .caption .json .jsonl .ndjson .csv .tsv .parquet .toml .yaml .yml .md .npy .npz .pt .pth .safetensors .bin "
-    ".pkl .pickle .py .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar".split()
+    ".pkl .pickle .py .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar "
+    ".part .crdownload .download .opdownload .tmp .bak .orig".split()
 )
-"""Suffixes of texts, tables, tensors and sound: not opened to see whether they are pictures all the same."""
+"""Suffixes of texts, tables, tensors and sound, of unfinished downloads and copies: not opened to see whether they are
+pictures all the same."""
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"msf1": "HEIC"}
 _MAGIC: tuple[tuple[int, bytes, Kind, str], ...] = (
     (0, b"\xff\xd8\xff", "image", "JPEG"),
@@ -48,8 +51,11 @@ _MAGIC: tuple[tuple[int, bytes, Kind, str], ...] = (
     (0, b"\x06\x0e\x2b\x34\x02\x05\x01\x01", "video", "MXF"),
     (0, b"YUV4MPEG2 ", "video", "Y4M"),
     (0, b"DKIF", "video", "IVF"),
+    (0, b"nut/multimedia container\0", "video", "NUT"),
     (0, b"\x1f\x07\0", "video", "DV"),
 )
+_NEXT_JPEG = b"\xff\xd9\xff\xd8\xff"
+"""The end of a JPEG and the beginning of another; a thumbnail's end is followed by other marks."""
 _PORTABLE = re.compile(rb"P[1-6][ \t\r\n#]")
 
 
@@ -57,7 +63,7 @@ def unknown_picture(head: bytes) -> tuple[str, str]:
     """Reason and detail of a picture that Pillow does not know."""
     found = sniffed(head)
     if found is None:
-        return "broken", "it is no picture that is known"
+        return "broken", f"it is no picture but {placeholder(head) or 'nothing that is known'}"
     kind, name = found
     if kind == "video":
         return "broken", f"it is a video ({name}), whatever its name says"
@@ -85,7 +91,7 @@ def kinds_of(name: str, read_head: Callable[[], bytes]) -> tuple[Kind, ...]:
     for kind, suffixes in SUFFIXES.items():
         if suffix in suffixes:
             return (kind,)
-    found = None if suffix in NEVER else sniffed(read_head())
+    found = None if suffix in NEVER or suffix.endswith("~") else sniffed(read_head())
     return (found[0],) if found else ()
 
 
@@ -98,9 +104,13 @@ def sniffed(head: bytes) -> tuple[Kind, str] | None:
         return ("video", "AVI") if head[8:12] == b"AVI " else _moving(head, "WebP")
     for offset, magic, kind, name in _MAGIC:
         if head.startswith(magic, offset):
+            if name == "JPEG" and _NEXT_JPEG in head and b"MPF\0" not in head:  # but for a stereo photo
+                return "video", "MJPEG"
             return _moving(head, name) if name in ("PNG", "GIF") else (kind, name)
     if head[:4] == b"OggS" and (b"theora" in head[:256] or b"OVP80" in head[:256]):
         return "video", "Ogg"
+    if head.lstrip().startswith(b"--") and b"image/jpeg" in head[:256]:
+        return "video", "MJPEG"
     if head[4:8] in (b"moov", b"mdat", b"wide"):
         return "video", "QuickTime"
     if head[:2] == b"BM" and head[6:10] == bytes(4):

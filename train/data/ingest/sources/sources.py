@@ -20,6 +20,7 @@ from megadit.models.shared.captions import (
     check_columns,
     decoded,
     file_columns,
+    files_of,
     is_blank,
     score_in,
     texts_of,
@@ -28,7 +29,7 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.plan import Kind, Skip, Source
-from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder
+from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder, stem_of
 from megadit.train.data.ingest.sources.layouts import (
     METADATA,
     SIDE_SUFFIXES,
@@ -53,6 +54,8 @@ BY_FOLDER = "folders"
 MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
 NEW, LEFT_OUT, READ = -1, -2, -3
 """States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
+MASKS = ("-masklabel", "-condlabel")
+"""Ends of names, before the suffix, of pictures that OneTrainer keeps beside those it trains on."""
 QUIET_ROWS = 50_000
 """Rows of a table that are read before progress is shown."""
 
@@ -136,7 +139,10 @@ class _Lister:
                 continue
             if not self._is_of_kind(name):
                 continue
-            if (scope := self._scope_of(name)) is not None:
+            if stem_of(name).endswith(MASKS):
+                self._mark(name, LEFT_OUT)
+                self.listing.pass_over(name, "mask or condition of another picture")
+            elif (scope := self._scope_of(name)) is not None:
                 self._mark(name, LEFT_OUT)
                 self.listing.pass_over(name, f"not named by {scope}")
             elif labels is not None:
@@ -147,7 +153,7 @@ class _Lister:
         return self.listing
 
     def _found_tables(self) -> list[Table]:
-        return find_tables(self.folder, self.split, self.reading.caption_encoding)
+        return find_tables(self.folder, self.split, self.reading)
 
     def _add(self, name: str, captions: tuple[str, ...], score: float | None = None) -> None:
         path = self.folder.path(name)
@@ -206,9 +212,10 @@ class _Lister:
 
     def _named_by(self, row: dict[str, Any], files: Iterable[str], place: str, resolver: Resolver) -> str | None:
         """The file of this kind that a row names."""
-        said = [str(row[column]) for column in self._in_order(files) if row.get(column) not in (None, "")]
+        columns = [names for column in self._in_order(files) if (names := files_of(row.get(column)))]
+        said = [names[0] for names in columns if len(names) == 1]
         if not said:
-            self.listing.skip(place, "row without a file")
+            self.listing.skip(place, "row of several files" if columns else "row without a file")
             return None
         found = [name for name in map(resolver.resolve, said) if name]
         if not found and (reason := resolver.why_not(said[0])):
@@ -314,7 +321,7 @@ class _Lister:
         if other in kinds_in(self.folder, name):
             return f"{other} (megadit prepare {other}s)"
         if suffix in TABLES:
-            return f"{suffix} of no {self.kind}"
+            return f"{suffix} of no {self.kind}, or without captions"
         if suffix in SIDE_SUFFIXES:
             return f"{suffix} of no {self.kind}, or beside another caption of it"
         return suffix or "file without a suffix"

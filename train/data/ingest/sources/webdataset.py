@@ -6,12 +6,14 @@ begins another sample.
 """
 
 import tarfile
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megadit.models.shared.captions import MAX_CAPTION_BYTES
+from megadit.models.shared.documents import placeholder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import HIDDEN, is_litter
 from megadit.models.shared.tar_files import UntrustedTarFile
@@ -27,12 +29,17 @@ from megadit.train.dataset.places import is_url
 
 SOURCE_MEDIA = "source_media"
 """Folder of a data set in which `megadit prepare --source_media` stores source media."""
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-UNPACKED_BY = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
+COMPRESSED = {
+    ".tar.gz": "gunzip", ".tgz": "gunzip", ".tar.bz2": "bunzip2", ".tar.xz": "unxz", ".tar.zst": "unzstd",
+    ".tar.lz4": "unlz4", ".zip": "unzip",
+}  # fmt: skip
+"""Suffix of a compressed archive -> the program that unpacks it."""
+UNPACKED_BY = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
+               b"\x04\x22M\x18": "unlz4", b"PK\3\4": "unzip"}  # fmt: skip
 """First bytes of a compressed file -> the program that unpacks it."""
 FIELDS = frozenset(
     "input output source target original edited before after image img video clip caption captions text txt prompt "
-    "label jpg jpeg png webp mp4 mov mkv webm avi gif".split()
+    "label meta metadata mask depth canny seg pose thumb thumbnail jpg jpeg png webp mp4 mov mkv webm avi gif".split()
 )
 """Words between a key and a suffix that are no part of the key."""
 
@@ -69,9 +76,8 @@ def _shards(root: str | Path, reading: Reading, listing: Listing) -> dict[str, s
         names = [name for name in names if name.startswith(f"{SOURCE_MEDIA}/")] or names
     else:
         for name in sorted(set(folder.names()) - set(names)):
-            is_compressed = name.lower().endswith(COMPRESSED)
-            reason = "compressed tar file (unpack it: gunzip)" if is_compressed else "not a tar file"
-            listing.pass_over(name, reason)
+            program = next((program for suffix, program in COMPRESSED.items() if name.lower().endswith(suffix)), None)
+            listing.pass_over(name, f"compressed tar file (unpack it: {program})" if program else "not a tar file")
         for name, reason in folder.not_used.items():
             listing.pass_over(name, reason)
     return {name: folder.path(name) for name in names}
@@ -113,7 +119,7 @@ def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing, read
     for (key, _), count in repeats.items():
         counts[key].add(count)
     by_key: dict[tuple[str, int], _Member] = {}
-    for member in media:
+    for member in sorted(media, key=lambda member: _has_field(member.info.name)):  # `a.png` before `a.depth.png`
         place = f"{shard}/{member.info.name}"
         if len(counts[member.key]) > 1:
             listing.skip(place, "repeated key", "not as often as its caption: which belongs to which is not known")
@@ -130,13 +136,13 @@ def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing, read
             continue
         owner.captions, owner.trouble = owner.captions or text.captions, owner.trouble or text.trouble
         owner.score = text.score if owner.score is None else owner.score
-    for (key, repeat), member in by_key.items():
+    for (_, repeat), member in by_key.items():
         if member.trouble and not member.captions:
             listing.skip(f"{shard}/{member.info.name}", "unreadable caption", member.trouble)
             continue
         listing.add(
             Source(
-                name=f"{shard}/{key}{f'#{repeat + 1}' if repeat else ''}",
+                name=f"{shard}/{_key(member.info.name)}{f'#{repeat + 1}' if repeat else ''}",
                 kind=member.kind,
                 path=path,
                 offset=member.info.offset_data,
@@ -156,7 +162,7 @@ def _sorted_members(
     media, texts, seen = [], [], Counter()
     for info, content in _members(path, shard, listing):
         file = info.name.rpartition("/")[2]
-        member = _Member(info, _key(info.name), seen[info.name])
+        member = _Member(info, _key(_plain(info.name)), seen[info.name])
         seen[info.name] += 1
         kinds = [
             known for known in kinds_of(file, lambda content=content: content(HEAD_BYTES)) if kind in (None, known)
@@ -188,14 +194,26 @@ def _key(name: str) -> str:
     return f"{folder}{slash}{stem}"
 
 
+def _has_field(name: str) -> bool:
+    return PurePosixPath(_key(name)).name != PurePosixPath(name).stem
+
+
+def _plain(name: str) -> str:
+    """A name as it is compared: tars that several systems add to have accents and paths in several forms."""
+    return str(PurePosixPath("/", unicodedata.normalize("NFC", name).replace("\\", "/"))).lstrip("/")
+
+
 def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[int], bytes]]]:
     """Regular members that lie whole inside the file, each with a way to read so many bytes of it."""
     try:
         with open_file(path) as file:
             length = file_size(file)
-            head = file.read(6)
+            head = file.read(HEAD_BYTES)
             if program := next((program for magic, program in UNPACKED_BY.items() if head.startswith(magic)), None):
                 listing.skip(shard, f"compressed tar file (unpack it: {program})", "whatever its name says")
+                return
+            if found := placeholder(head):
+                listing.skip(shard, "broken tar file", f"it is {found}")
                 return
             file.seek(0)
             tar = UntrustedTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)

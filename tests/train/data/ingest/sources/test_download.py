@@ -446,3 +446,37 @@ def test_a_table_may_hold_videos_and_animations(tmp_path, make_clip, make_pan):
     assert prepare.main(["hf", str(tmp_path / "table"), str(out), *PREPARE, *options]) == 0
     clips = [json.loads(line) for line in (out / "prepare/train.jsonl").read_text().splitlines()]
     assert {(clip["source"]["caption"], clip["fps"]) for clip in clips} == {("a video", 24.0), ("an animation", 20.0)}
+
+
+COLUMNS = {
+    "a list of one": ("images", lambda content, url: [{"bytes": content, "path": None}]),
+    "of WebDataset": ("webp", lambda content, url: {"bytes": content, "path": "a.webp"}),
+    "addresses": ("image", lambda content, url: url),
+    "a list of one address": ("videos", lambda content, url: [url]),
+}
+
+
+@pytest.mark.parametrize(("column", "cell"), COLUMNS.values(), ids=COLUMNS)
+def test_columns_of_pictures_as_others_have_them(column, cell, server, tmp_path):
+    from pyarrow import parquet
+
+    (tmp_path / "table").mkdir()
+    content = picture("/0.jpg")
+    rows = {column: [cell(content, f"{server.url}/0.jpg")], "text": ["a cat"]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "table" / "train.parquet")
+    downloads = Downloads(private_addresses=True)
+    found = tables.Tables(root=str(tmp_path / "table"), fetched=tmp_path / "fetched", downloads=downloads)
+    found.fetch(tables.Workers())
+    (source,) = found.listing().sources
+    assert source.caption == "a cat" and source.size == len(content)
+
+
+def test_a_row_of_several_pictures_is_left_out(tmp_path):
+    from pyarrow import parquet
+
+    (tmp_path / "table").mkdir()
+    cells = [[{"bytes": picture(f"/{number}.jpg")} for number in range(count)] for count in (1, 2)]
+    parquet.write_table(pyarrow.table({"images": cells}), tmp_path / "table" / "train.parquet")
+    found = tables.Tables(root=str(tmp_path / "table"), fetched=tmp_path / "fetched")
+    found.fetch(tables.Workers())
+    assert [skip.reason for skip in found.listing().skips] == ["row of several pictures"]

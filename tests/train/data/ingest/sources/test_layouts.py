@@ -344,6 +344,8 @@ VIDEOS = {
     "m1v": ("mpeg1video", "mpeg1video"),
     "mjpeg": ("mjpeg", "mjpeg"),
     "clip": ("matroska", "mpeg4"),
+    "nut": ("nut", "mpeg4"),
+    "film": ("nut", "mpeg4"),
 }
 
 
@@ -479,3 +481,203 @@ def test_links_that_lead_out_are_counted_and_not_read(tmp_path):
     with pytest.raises(UserError, match=r"4 x hidden|x link that leads out of the folder \(--follow_links\)"):
         list_folder(clips, "image")
     assert captions(clips, follow_links=True) == {"c.png": ("a cat",)}
+
+
+# --- tables as other tools write them -------------------------------------------------------------------------------
+
+PAIRS = (("a", "a cat"), ("b", "a dog"))
+CSV = "file_name,text\na.png,a cat\nb.png,a dog\n"
+
+
+def turns(text: str, role: str = "role", content: str = "content", answer: str = "assistant") -> list[dict]:
+    return [{role: "system", content: "be brief"}, {role: "user", content: "what?"}, {role: answer, content: text}]
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+OF_TOOLS = {
+    "ms-swift": {"train.jsonl": lines(*({"messages": turns(text), "images": [f"{n}.png"]} for n, text in PAIRS))},
+    "ms-swift, responses": {
+        "train.jsonl": lines(*({"query": "?", "response": text, "images": [f"{n}.png"]} for n, text in PAIRS))},
+    "ms-swift, objects": {
+        "a.jsonl": lines(*({"messages": turns(text), "images": [{"bytes": None, "path": f"{n}.png"}]}
+                           for n, text in PAIRS))},
+    "LLaMA-Factory": {
+        "dataset_info.json": {"set": {"file_name": "set.json", "columns": {"images": "images"}}},
+        "set.json": [{"conversations": turns(text, "from", "value", "GPT"), "images": [f"{n}.png"]}
+                     for n, text in PAIRS]},
+    "FastVideo": {"videos2caption.json": [{"path": f"{n}.png", "cap": [text], "fps": 24} for n, text in PAIRS]},
+    "Karpathy": {"dataset.json": {"images": [
+        {"filename": f"{n}.png", "split": "train", "sentences": [{"raw": text, "tokens": text.split()}]}
+        for n, text in PAIRS]}},
+    "lines named a document": {"metadata.json": lines(*({"file_name": f"{n}.png", "text": t} for n, t in PAIRS))},
+    "a document named lines": {
+        "metadata.jsonl": json.dumps([{"file_name": f"{n}.png", "text": t} for n, t in PAIRS], indent=1)},
+    "columns": {"set.json": {"file_name": ["a.png", "b.png"], "text": ["a cat", "a dog"]}},
+    "pandas": {"set.json": {"file_name": {"0": "a.png", "1": "b.png"}, "text": {"0": "a cat", "1": "a dog"}}},
+    "after another list": {"set.json": {"info": [{}], "data": [{"image": f"{n}.png", "text": t} for n, t in PAIRS]}},
+    "Flickr8k": {"captions.txt": CSV},
+    "Flickr30k": {"results.csv": "image_name| comment_number| comment\na.png| 0| a cat\nb.png| 0| a dog\n"},
+    "camels": {"metadata.csv": CSV.replace("file_name,text", "imagePath,longCaption")},
+    "numbered": {"metadata.csv": CSV.replace("text", "caption_1")},
+    "Excel's first line": {"metadata.csv": "sep=,\n" + CSV},
+    "blanks before quotes": {"metadata.csv": 'file_name, text\na.png, "a cat"\nb.png, "a dog"\n'},
+    "commas in a tsv": {"metadata.tsv": CSV},
+    "suffix in capitals": {"metadata.csv": CSV.replace("png", "PNG")},
+    "lists in a CSV": {"a.csv": 'images,text\n"[""a.png""]",a cat\n"[""b.png""]",a dog\n'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", OF_TOOLS.values(), ids=OF_TOOLS)
+def test_tables_of_other_tools(tmp_path, files):
+    write(tmp_path, A | B | files)
+    assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+
+
+def test_a_row_of_several_files_is_left_out(tmp_path):
+    row = {"messages": turns("two pets"), "images": ["a.png", "b.png"]}
+    write(tmp_path, A | B | {"a.jsonl": lines(row, {"images": ["b.png"], "messages": turns("a dog")})})
+    listing = list_folder(tmp_path, "image")
+    assert [(source.name, source.caption) for source in listing.sources] == [("b.png", "a dog")]
+    assert [(skip.source, skip.reason) for skip in listing.skips] == [("row 0 of a.jsonl", "row of several files")]
+
+
+WITHOUT_CAPTIONS = {
+    "scores": {"scores.csv": "file_name,score\na.png,1\nb.png,2\n"},
+    "sizes": {"sizes.json": {"a.png": [8, 8], "b.png": [8, 8]}},
+    "kohya's buckets": {"meta_lat.json": {n: {"train_resolution": [8, 8]} for n in "ab"}},
+    "boxes": {"boxes.json": {
+        "images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "bbox": [0, 0, 1, 1]}]}},
+    "files of captions": {"dataset_info.json": {"set": {"file_name": "a.txt", "prompt": "x"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", WITHOUT_CAPTIONS.values(), ids=WITHOUT_CAPTIONS)
+def test_a_table_without_captions_hides_none_beside_the_files(tmp_path, table):
+    write(tmp_path, A | B | {"a.txt": "a cat", "b.txt": "a dog"} | table)
+    assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+    (skip,) = list_folder(tmp_path, "image").not_used
+    assert skip.source in table and skip.reason.endswith("of no image, or without captions")
+
+
+# --- members of tar files under other names -------------------------------------------------------------------------
+
+PAIRED = {
+    "accents apart": [normalize("NFC", "dé/é.png"), normalize("NFD", "dé/é.txt=a cat")],
+    "added from elsewhere": ["./d/a.png", "d//a.txt=a cat"],
+    "whole paths": ["/d/a.png", "d/a.txt=a cat"],
+    "backslashes": ["d\\a.png", "d/a.txt=a cat"],
+    "other pictures of it": ["a.canny.png", "a.depth.png", "a.jpg", "a.mask.png", "a.txt=a cat"],
+    "metadata": ["a.png", 'a.metadata.json={"caption": "a cat"}'],
+}
+
+
+def tar_of(path: Path, members: list[str]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for member in members:
+            name, has_text, text = member.partition("=")
+            info, content = tarfile.TarInfo(name), text.encode() if has_text else PICTURE
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("members", PAIRED.values(), ids=PAIRED)
+def test_captions_of_tar_files_are_found_under_other_forms_of_a_name(tmp_path, members):
+    (source,) = list_webdataset(tar_of(tmp_path / "s.tar", members)).sources
+    first = next(name for name in ("a.jpg", *members) if name in members)
+    assert source.caption == "a cat" and source.name == f"s.tar/{first[:-4]}"
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+IN_PLACE = {
+    "pointer": (POINTER, "a pointer of Git LFS.*git lfs pull"),
+    "page": (b"<html>404", "a web page.*download"),
+    "nothing": (b"", "an empty file"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), IN_PLACE.values(), ids=IN_PLACE)
+def test_what_lies_in_a_file_s_place_is_named(tmp_path, content, message):
+    write(tmp_path, {"s.tar": content, "a.png": content, "a.mp4": content})
+    with pytest.raises(UserError, match=message):
+        list_webdataset(tmp_path / "s.tar")
+    for kind, read in (("image", read_image), ("video", read_timeline)):
+        (source,) = list_folder(tmp_path, kind).sources
+        with pytest.raises(UnusableSourceError, match=message):
+            read(source, Settings())
+
+
+ARCHIVES = {"a.tar.zst": "unzstd", "a.tar.lz4": "unlz4", "a.zip": "unzip"}
+
+
+@pytest.mark.parametrize(("name", "program"), ARCHIVES.items())
+def test_each_archive_has_its_program(tmp_path, name, program):
+    write(tmp_path, {name: b"?"})
+    with pytest.raises(UserError, match=rf"unpack it: {program}\)"):
+        list_webdataset(tmp_path)
+
+
+def jpeg(grey: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("L", (64, 48), grey).save(content, "jpeg")
+    return content.getvalue()
+
+
+FRAMES = [jpeg(8 * number) for number in range(6)]
+CAMERAS = {
+    "joined": b"".join(FRAMES),
+    "of a server": b"".join(b"--frame\r\nContent-Type: image/jpeg\r\n\r\n" + frame + b"\r\n" for frame in FRAMES),
+}
+
+
+@pytest.mark.parametrize("content", CAMERAS.values(), ids=CAMERAS)
+@pytest.mark.parametrize("name", ["a.mp4", "a.cgi", "a"])
+def test_jpegs_in_a_row_are_a_video(tmp_path, name, content):
+    write(tmp_path, {name: content, "b": FRAMES[0]})
+    sources = {source.name: source for source in list_folder(tmp_path, "video").sources}
+    assert [*sources] == [name] and len(read_timeline(sources[name], Settings(fps=25.0)).pts) == 6
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("length", ["its own", "to the end"])
+def test_a_jpeg_2000_is_turned_as_its_exif_says(tmp_path, orientation, length):
+    picture, exif, content = Image.linear_gradient("L").resize((32, 16)), Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    picture.save(content, "JPEG2000", num_resolutions=1)
+    content, box = content.getvalue(), b"uuidJpgTiffExif->JP2" + exif.tobytes()[6:]
+    stream = content.index(b"jp2c") - 4
+    box = (len(box) + 4).to_bytes(4, "big") + box
+    last = bytes(4) + content[stream + 4 :] if length == "to the end" else content[stream:]
+    write(tmp_path, {"a.jp2": content[:stream] + box + last, "b.jp2": content[:stream] + last})
+    turned, plain = (read_image(source, Settings()) for source in list_folder(tmp_path, "image").sources)
+    turn = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_270}[orientation]
+    assert np.array_equal(turned, plain if turn is None else plain.transpose(turn))
+
+
+LITTER = [
+    "b.png.part",
+    "c.jpg.crdownload",
+    "d.tmp",
+    "e.png~",
+    "f.png.bak",
+    "a-masklabel.png",
+    "@tmp/a.png",
+    "#snapshot/a.png",
+]
+
+
+def test_unfinished_downloads_copies_and_masks_are_no_pictures(tmp_path):
+    write(tmp_path, A | dict.fromkeys(LITTER, PICTURE))
+    assert captions(tmp_path) == {"a.png": ()}
+    assert sorted(skip.source for skip in list_folder(tmp_path, "image").not_used) == sorted(LITTER)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("exif", [b"Exif\0\0II", b"Exif\0\0nothing", b"http://ns.adobe.com/xap/1.0/\0<x/>"])
+def test_a_picture_with_damaged_exif_is_read(tmp_path, format, exif):
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png", format, exif=exif, quality=90)
+    (source,) = list_folder(tmp_path, "image").sources
+    assert read_image(source, Settings()).getpixel((4, 4))[0] > 240
