@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadit.models.configs.config import DiTConfig
+from megadit.models.shared.cli.setting import check_text
 from megadit.models.shared.documents import OLD_NUMBERS, check_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
 from megadit.models.shared.files import read_json, read_limited, read_yaml
@@ -84,6 +85,9 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
         named = [_in_our_names(OmegaConf.to_container(update)) for update in updates]
         updates = [OmegaConf.create(_with_one_length(values)) for values in named]
         asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
+        for key, value in asked.items():
+            if isinstance(value, str):
+                check_text(key, value)
         network = _from_dataset(config, asked) | _from_base(config, asked)
         updates.insert(0, OmegaConf.create({"model": network} if network else {}))
     merged = _mapping(config)
