@@ -1,6 +1,7 @@
 """A chain as Jobs of Kubernetes: manifests that it knows, and the order in which they run."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -181,3 +182,22 @@ def test_a_cluster_that_sometimes_does_not_answer_is_asked_again(kubectl, diamon
     )
     assert done.returncode == 0 and len(ran()) == 6, done
     assert done.stderr.count("TLS handshake timeout") == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster.container.mounts=[./data:/data]", "./data is neither a whole path nor the name of a Persistent"),
+        ("cluster.container.mounts=[my_claim:/data]", "my_claim is neither a whole path"),
+        ("cluster.container.mounts=['~/data:/data']", "~/data is neither a whole path"),
+        ("cluster.container.mounts=[/a:data]", "write HOST:/CONTAINER"),
+        ("cluster.container.mounts=[/a:/b:RO]", "write HOST:/CONTAINER"),
+        ("cluster.container.mounts=[/a:/b,/c:/b]", "has two of /b; leave one out"),
+        ("name=a-", "the name 'a-' must be of ASCII"),
+        ("name=größe", "must be of ASCII"),
+        ("stages.scan_.command=ls", "the name 'scan_' must be of ASCII"),
+    ],
+)
+def test_no_manifest_is_written_that_kubernetes_refuses(override, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        documents(override)
