@@ -30,6 +30,7 @@ OF_PATHS = {
 }
 """Error number of a failed file creation -> remedy."""
 
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
 
 
@@ -139,6 +140,11 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         os.getcwd()
     except FileNotFoundError:  # some libraries of torch end the process without a folder to be in
         return _print_error("the current folder was removed; change to another, and run the command again")
+    if wrong := next((each for each in _OF_RANKS if not os.environ.get(each, "0").isdecimal()), None):
+        return _print_error(
+            f"{wrong}={os.environ[wrong]!r} in the environment is no whole number, which torchrun sets for each rank; "
+            "unset it, or start the ranks with torchrun"
+        )
     end_with_parent()
     debug = "--debug" in argv
     # before torch is there: expandable segments avoid fragmentation

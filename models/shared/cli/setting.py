@@ -112,6 +112,11 @@ def setting(
     return field(default=default, metadata={"setting": about})
 
 
+def port_setting(default: int | None, help: str) -> Any:
+    """A `setting` that is the number of a port."""
+    return setting(default, help, low=0, high=65535, metavar="PORT")
+
+
 def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> Any:
     """A field that is a dataclass of settings; its settings, or `only` some, are options, maybe under a title."""
     return field(default_factory=of, metadata={"group": Group(of=of, title=title, only=only)})
