@@ -16,7 +16,7 @@ from typing import Any
 from megadit.models.shared.captions import decoded
 from megadit.models.shared.cli.signals import cleaning_up
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, not_written
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
@@ -183,7 +183,7 @@ def held_alone(path: str | os.PathLike) -> Iterator[None]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        raise not_written(path, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
