@@ -268,7 +268,7 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
 def _lock(out: Path, shard: Shard) -> FolderLock:
     """Lock of one shard of the work, next to the folder (which `--overwrite` removes)."""
     of = "" if shard.count == 1 else f".{shard.number}-{shard.count}"
-    place = out.resolve()  # "." has no name
+    place = out if out.name else out.resolve()  # "." has none
     return FolderLock(out, "prepares", path=place.with_name(f".{place.name}{of}.lock"))
 
 
