@@ -28,7 +28,7 @@ from megadit.models.networks.clip import CLIP
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.registry import SavedNetwork
 from megadit.models.networks.vit import ViT
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, not_written
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.storage import weights
 from megadit.models.storage.components import CONFIG_FILE
@@ -262,7 +262,7 @@ def update_manifest(path: str | os.PathLike, **entries: Any) -> None:
     try:
         write_json(Path(path) / MANIFEST_FILE, manifest)
     except OSError as error:
-        raise UserError(f"{path} cannot be written to: {error.strerror}") from error
+        raise not_written(path, error) from error
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

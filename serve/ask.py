@@ -11,12 +11,12 @@ from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA, 
 from megadit.models.shared.cli.options import command, with_rest
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path, record_path, write_json
+from megadit.models.shared.files import atomic_path, read_key, record_path, write_json
 from megadit.models.shared.progress import Progress
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import IMAGE_MODEL, MODEL, VideoRequest
 from megadit.serve.events import InvalidRequestError, ServiceError, UnavailableError, VideoResult
-from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
+from megadit.serve.gateway.client import GATEWAY, GatewayClient
 
 _EXIT_CODE = 1
 """Exit code for a service failure; errors in the request end with 2, as in every command."""

@@ -20,6 +20,7 @@ from megadit.infer.evaluate.generated import received
 from megadit.models.diffusion.settings import SERVED, SamplingSettings
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_key
 
 PATIENCE_SECONDS = 120.0
 """Seconds for which requests to a busy or unreachable service are repeated."""
@@ -49,13 +50,7 @@ def open_service(url: str, key_file: Path | None) -> "ServiceMaker":
         raise UserError(f"{url} is not the address of a video API; `megadit serve up` has one at http://HOST:PORT")
     if key_file is None:
         raise UserError(f"{url} needs a key: give --key_file FILE; `megadit serve keys add NAME > FILE` writes one")
-    try:
-        key = key_file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key_file} cannot be read; `megadit serve keys add NAME > {key_file}` writes one") from error
-    if not key.isascii() or not key.isprintable() or not key or " " in key:
-        raise UserError(f"{key_file} holds no key: it must be the one line that `megadit serve keys add NAME` prints")
-    return ServiceMaker(url.rstrip("/"), key)
+    return ServiceMaker(url.rstrip("/"), read_key(key_file))
 
 
 class ServiceMaker:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
 from megadit.infer.generate.options import refuse
-from megadit.infer.generate.specs import prompt_lines
+from megadit.infer.generate.specs import prompts_alone
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container
 from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
@@ -110,8 +110,12 @@ def open_videos(path: Path, most: int | None = None, split: str | None = None) -
 
 
 def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
-    """Prompts for `count` videos of a model: from the file `path`, or the captions of the real videos."""
-    prompts = [line["prompt"] for line in prompt_lines(path)]
+    """Prompts for `count` videos of a model: from the file `path`, or the captions of the real videos.
+
+    Raises:
+        UserError: for a file without prompts, or with settings, and for real videos without captions.
+    """
+    prompts = prompts_alone(path)
     if not path:
         prompts = real.prompts
         refuse(not all(prompts), f"{source} has videos without captions: give --prompts FILE")

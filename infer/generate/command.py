@@ -73,6 +73,8 @@ def main(argv: list[str]) -> None:
             _check_memory(asked, free)
         mark = load_marker(options.signing)
         paths = output_paths(options.video_save_path, grid.specs, options.format)
+        is_video = options.contact_sheet and Path(options.contact_sheet).resolve() in [path.resolve() for path in paths]
+        refuse(is_video, f"--contact_sheet={options.contact_sheet} is the file of a video, too; give another name")
         sizes = {"tensor": running.tensor_parallel, "context": running.context_parallel}
         ranks = start(**sizes, split_guidance=options.cfg_parallel)
         if running.compile and is_first():

@@ -134,7 +134,7 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
         content = read_limited(path)
         text = content.decode(encoding_of(content[:1024])).removeprefix("\ufeff")
     except (UserError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --prompt_file {path}: {error}") from error
+        raise UserError(f"{path}: the prompts cannot be read: {error}") from error
     lines = re.split("\r\n|\r|\n", text)  # and at no other separator of lines, which prompts may contain
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     match Path(path).suffix.lower():
@@ -147,7 +147,21 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
             return _listed(path, parse_json(text, path))
         case ".txt" | "":
             return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
-    raise UserError(f"--prompt_file {path}: use a name that ends in .txt (one prompt a line), .jsonl or .json (a list)")
+    raise UserError(f"{path}: give prompts in a file that ends in .txt (one a line), .jsonl or .json (a list)")
+
+
+def prompts_alone(path: str) -> list[str]:
+    """The prompts of a file whose lines have no settings.
+
+    Raises:
+        UserError: for lines that have some, and as `prompt_lines`.
+    """
+    lines = prompt_lines(path)
+    refuse(
+        any(len(line) > 1 for line in lines),
+        f"{path} has settings of single prompts, and all samples share theirs: leave them out",
+    )
+    return [line["prompt"] for line in lines]
 
 
 COMMENT = "#"

@@ -33,6 +33,8 @@ OTHER_FILES = PLACEHOLDERS | {
 """First bytes of a file that is no safetensors file -> what it is."""
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
 """Brackets, and strings, which may contain brackets; possessive, so that no text takes quadratic time."""
+OLD_NUMBERS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
+"""Octal and base 60, which YAML 1.1 reads without quotes, and YAML 1.2 does not: 010 is 8, 4:00:00 is 14400."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -80,9 +82,10 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> 
 
 
 def check_yaml(text: str | bytes, where: str) -> None:
-    """Raises UserError for a YAML document deeper than the limit; its aliases and errors are left to its reader."""
+    """Raises UserError for a YAML document deeper than the limit, or with `OLD_NUMBERS`; its reader reports other
+    errors, and aliases."""
     try:
-        _check_depth((_level(event) for event in yaml.parse(text, Loader=_LOADER)), where)
+        _check_depth((_level_without_old_numbers(event, where) for event in yaml.parse(text, Loader=_LOADER)), where)
     except UserError:
         raise
     except (ValueError, yaml.YAMLError):
@@ -154,6 +157,14 @@ def _check_depth(steps: Iterable[int], where: str) -> None:
 def _step(event: yaml.Event, where: str) -> int:
     if isinstance(event, yaml.AliasEvent):
         raise UserError(f"{where} has aliases (*name); write the values out")
+    return _level(event)
+
+
+def _level_without_old_numbers(event: yaml.Event, where: str) -> int:
+    is_plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
+    if is_plain and OLD_NUMBERS.fullmatch(event.value):
+        line, number = event.start_mark.line + 1, yaml.load(event.value, Loader=_LOADER)
+        raise UserError(f'{where}, line {line}: {event.value} is {number} to YAML; write it in quotes: "{event.value}"')
     return _level(event)
 
 

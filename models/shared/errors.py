@@ -1,6 +1,7 @@
 """Errors that a user can fix, with hints."""
 
 import difflib
+import errno
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -8,6 +9,14 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 Choice = TypeVar("Choice")
+OF_PATHS = {
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
+    **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or get permission for this one"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another path"),
+    errno.EMFILE: "raise the limit of this shell (ulimit -n)",
+    errno.EFBIG: "raise the limit of this shell (ulimit -f)",
+}
+"""Error number of a failed file creation -> remedy."""
 
 
 class UserError(ValueError):
@@ -15,6 +24,11 @@ class UserError(ValueError):
 
     Commands print it as one line and exit with 2 (see `run_command`).
     """
+
+
+def not_written(path: str | os.PathLike, error: OSError) -> UserError:
+    """The error of a path that cannot be written, with a remedy."""
+    return UserError(f"{path} cannot be written: {error.strerror}; {OF_PATHS.get(error.errno, 'give another path')}")
 
 
 @contextmanager

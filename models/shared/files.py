@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megadit.models.shared.captions import decoded
 from megadit.models.shared.cli.signals import cleaning_up
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, not_written
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
@@ -182,7 +183,7 @@ def held_alone(path: str | os.PathLike) -> Iterator[None]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        raise not_written(path, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -254,6 +255,21 @@ def read_limited(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     check_size(len(content), str(path), max_bytes)
     return content
+
+
+def read_key(path: str | os.PathLike) -> str:
+    """The key of a service, alone in its file.
+
+    Raises:
+        UserError: if it cannot be read, or holds something else.
+    """
+    try:
+        key = decoded(read_limited(path)).strip()
+    except (UserError, ValueError) as error:
+        raise UserError(f"{path} cannot be read; `megadit serve keys add NAME > {path}` writes one") from error
+    if not key.isascii() or not key.isprintable() or not key or " " in key:
+        raise UserError(f"{path} holds no key: it must be the one line that `megadit serve keys add NAME` prints")
+    return key
 
 
 def read_end(path: str | os.PathLike, num_bytes: int = 1 << 20) -> bytes:

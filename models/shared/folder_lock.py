@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, not_written
 from megadit.models.shared.files import check_local
 
 FILE = "lock.json"
@@ -65,7 +65,7 @@ class FolderLock:
             reason = f"{self._path.parent} is not a folder"
             raise UserError(f"{self._folder} cannot be used: {reason}; give another path") from error
         except OSError as error:
-            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
+            raise not_written(self._path, error) from error
         self._thread.start()
         return self
 

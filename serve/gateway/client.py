@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -305,18 +304,6 @@ class GatewayClient:
         if answer.status_code in _AWAY:
             raise _AwayError(message, retry_after=retry_after)
         raise {400: InvalidRequestError, 404: _NotThereError}.get(answer.status_code, ServiceError)(message)
-
-
-def read_key(path: Path) -> str:
-    """The key in a file.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read; `megadit serve keys add NAME > {path}` writes one") from error
 
 
 def _in_json(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Literal
 import uvicorn
 
 from megadit.models.shared.cli.options import command
-from megadit.models.shared.cli.setting import group, setting
+from megadit.models.shared.cli.setting import group, port_setting, setting
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.http.app import create_app
 from megadit.serve.gateway.http.connections import BACKLOG, Connection, Door, most_connections
@@ -32,9 +32,9 @@ _SECONDS_TO_ANSWER = 5
 class GatewayOptions:
     gateway: GatewaySettings = group(GatewaySettings)
     host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
-    port: int = setting(8080, "port to listen on (default: {default})", metavar="PORT")
+    port: int = port_setting(8080, "port to listen on (default: {default})")
     metrics_host: str = setting("127.0.0.1", "address of the metrics (default: {default})", metavar="HOST")
-    metrics_port: int = setting(9090, "port of the metrics; 0 is none (default: {default})", metavar="PORT")
+    metrics_port: int = port_setting(9090, "port of the metrics; 0 is none (default: {default})")
     max_connections: int = setting(1024, "client connections at once (default: {default})", low=1, metavar="N")
     """The process's limit of open files may allow fewer."""
     drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")

@@ -16,7 +16,10 @@ from megadit.serve.gateway.store.database import in_a_line
 
 _RETRY_SECONDS = 2
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-IN_WORDS = {"size": "give WIDTHxHEIGHT in pixels, such as 512x288"}
+IN_WORDS = {
+    "size": "give WIDTHxHEIGHT in pixels, such as 512x288",
+    "idempotency-key": "give 1 to 255 characters of ASCII, none of them a space",
+}
 """Field with a pattern -> message instead of the regular expression."""
 
 
@@ -42,7 +45,8 @@ def of_validation(error: ValidationError | RequestValidationError, fields: Colle
     """The first validation error, with its field; `fields` are the known ones."""
     first = error.errors()[0]
     param = ".".join(str(part)[:100] for part in first["loc"] if part not in ("body", "query", "path", "header"))[:100]
-    said = IN_WORDS.get(param, first["msg"]) if first["type"] == "string_pattern_mismatch" else first["msg"]
+    said = first["msg"].removeprefix("Value error, ")  # pydantic's own word for one of ours
+    said = IN_WORDS.get(param, said) if first["type"] == "string_pattern_mismatch" else said
     if first["type"] == "extra_forbidden":
         said = f"there is no such field{did_you_mean(param, fields)}"
     return ApiError(400, "invalid_request", f"{param or 'the body'}: {said}"[:500], param=param or None)

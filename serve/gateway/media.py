@@ -5,13 +5,14 @@ import re
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any
 
 from fastapi import Request
 from pydantic import BeforeValidator, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from megadit.models.diffusion.conditioning_settings import IMAGE_HEADS, MEDIA, from_base64, plain_bytes, split_keyframe
 from megadit.models.shared.errors import UserError
@@ -68,15 +69,52 @@ def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def form_of(request: Request, **most: int) -> AbstractAsyncContextManager[FormData]:
+class _Parser(MultiPartParser):
+    """Starlette's parser, which would take a cut form for a whole one, bytes that are not UTF-8 for Latin-1, and base64
+    for a text."""
+
+    is_whole = False
+
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        coding = dict(self._current_part.item_headers).get(b"content-transfer-encoding", b"binary").lower()
+        if coding not in (b"binary", b"7bit", b"8bit"):
+            raise self._refusal("has a Content-Transfer-Encoding; send its bytes as they are")
+
+    def on_part_end(self) -> None:
+        try:
+            self._current_part.data.decode()
+        except UnicodeDecodeError:
+            raise self._refusal("is not UTF-8; send a text in UTF-8, and a file with its name") from None
+        super().on_part_end()
+
+    def on_end(self) -> None:
+        self.is_whole = True
+
+    def _refusal(self, why: str) -> MultiPartException:
+        return MultiPartException(f"{self._current_part.field_name[:64]!r} {why}")
+
+
+@asynccontextmanager
+async def form_of(request: Request, **most: int) -> AsyncIterator[FormData]:
     """The multipart form of a request, with limits of files and fields.
 
     Raises:
-        ApiError: for texts in another encoding than UTF-8.
+        ApiError: for texts in another encoding than UTF-8, and for a form that cannot be read to its end.
     """
     if not kind_of_form(request.headers.get("content-type"))[1]:
         raise ApiError(415, "unsupported_media_type", "send the form in UTF-8, without any other charset")
-    return request.form(**most)
+    parser = _Parser(request.headers, request.stream(), **most)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise ApiError(400, "invalid_request", error.message) from None
+    try:
+        if not parser.is_whole:
+            raise ApiError(400, "invalid_request", "the form was cut off: it lacks its last boundary")
+        yield form
+    finally:
+        await form.close()
 
 
 def check_once(names: Iterable[str]) -> None:
@@ -159,8 +197,12 @@ class Uploads:
         """Context while a body is read, if the limits of this key allow its Content-Length.
 
         Raises:
-            ApiError: if they do not; nothing of the body was read then.
+            ApiError: if they do not, or the body is compressed; nothing of it was read then.
         """
+        if coding := request.headers.get("content-encoding", "").strip().lower().removeprefix("identity"):
+            raise ApiError(
+                415, "unsupported_media_type", f"send the body as it is, without Content-Encoding: {coding[:64]}"
+            )
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else 0
         if is_large := size > self._usual_bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megadit.models.shared.cli.options import command
-from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.serve.launch.local_server import (
@@ -35,9 +35,9 @@ class RunOptions:
         (), "load only this model; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
     host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
-    http_port: int = setting(8000, "HTTP port of Triton (default: {default})", metavar="PORT")
-    grpc_port: int = setting(8001, "gRPC port of Triton (default: {default})", metavar="PORT")
-    metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
+    http_port: int = port_setting(8000, "HTTP port of Triton (default: {default})")
+    grpc_port: int = port_setting(8001, "gRPC port of Triton (default: {default})")
+    metrics_port: int = port_setting(8002, "port of Triton's metrics (default: {default})")
     control_secret: Path | None = setting(
         None,
         "allow models to be replaced at run time with the secret in this file, made if missing (default: never)",

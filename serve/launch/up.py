@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options
-from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import cache_folder
 from megadit.models.shared.memory import ANYWAY_HELP
@@ -53,18 +53,16 @@ class UpOptions:
         (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
     host: str = setting("127.0.0.1", "address of the gateway (default: {default}; 0.0.0.0: all)")
-    port: int = setting(8080, "port of the gateway (default: {default})", metavar="PORT")
+    port: int = port_setting(8080, "port of the gateway (default: {default})")
     drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")
     hang_seconds: float = setting(
         HANG_SECONDS,
         f"seconds without a response until Triton or the gateway is killed (default: {HANG_SECONDS:g})",
         metavar="S",
     )
-    http_port: int | None = setting(
-        None, "HTTP port of Triton (default: none, a socket for this user only)", metavar="PORT"
-    )
-    grpc_port: int | None = setting(None, "gRPC port of Triton (default: none)", metavar="PORT")
-    triton_metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
+    http_port: int | None = port_setting(None, "HTTP port of Triton (default: none, a socket for this user only)")
+    grpc_port: int | None = port_setting(None, "gRPC port of Triton (default: none)")
+    triton_metrics_port: int = port_setting(8002, "port of Triton's metrics (default: {default})")
     control_secret: Path | None = setting(None, "file with the secret to replace models, as in `megadit serve run`")
     even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)

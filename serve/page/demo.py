@@ -14,11 +14,12 @@ from pathlib import Path
 
 from megadit.models.shared.addresses import check_free
 from megadit.models.shared.cli.options import command
-from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_key
 from megadit.serve.client import VideoClient
 from megadit.serve.events import ServiceError, UnavailableError
-from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
+from megadit.serve.gateway.client import GATEWAY, GatewayClient
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.page.studio import Client, Studio
 from megadit.serve.repository.build import build_repository
@@ -43,7 +44,7 @@ class PageOptions:
     )
     """Not the key itself, which would be visible in the process list."""
     host: str = setting("127.0.0.1", "address of the page (default: {default}; 0.0.0.0: all)")
-    port: int = setting(7860, "port of the page (default: {default})", metavar="PORT")
+    port: int = port_setting(7860, "port of the page (default: {default})")
 
 
 @command(PageOptions, prog="megadit serve demo", description=__doc__)

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.shared.documents import check_yaml
+from megadit.models.shared.cli.setting import check_text
+from megadit.models.shared.documents import OLD_NUMBERS, check_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
 from megadit.models.shared.files import read_json, read_limited, read_yaml
 from megadit.train.config.compat import expand_braces, translate
@@ -84,6 +85,9 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
         named = [_in_our_names(OmegaConf.to_container(update)) for update in updates]
         updates = [OmegaConf.create(_with_one_length(values)) for values in named]
         asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
+        for key, value in asked.items():
+            if isinstance(value, str):
+                check_text(key, value)
         network = _from_dataset(config, asked) | _from_base(config, asked)
         updates.insert(0, OmegaConf.create({"model": network} if network else {}))
     values = dataclasses.asdict(config)
@@ -223,10 +227,10 @@ def _read_config_file(path: str | Path) -> DictConfig:
         trouble = "is not a file" if Path(path).exists() else "does not exist"
         raise UserError(f"config file {path} {trouble}; {hint}")
     content = read_limited(path)
-    kind = "TOML" if Path(path).suffix == ".toml" else "YAML"
+    kind = "TOML" if Path(path).suffix.lower() == ".toml" else "YAML"
     try:
         if kind == "TOML":
-            config = OmegaConf.create(tomllib.loads(content.decode()))
+            config = OmegaConf.create(tomllib.loads(content.decode("utf-8-sig")))
         else:
             check_yaml(content, str(path))
             config = OmegaConf.load(io.BytesIO(content))
@@ -255,14 +259,20 @@ def _parse_overrides(overrides: list[str]) -> DictConfig:
             raise UserError(f"cannot read {override!r}; write section.key=value, such as train.train_iters=100")
         if key[0] in "+~":
             raise UserError(f"{override!r} would add or delete a key; write section.key=value to set a known one")
+        if not all(key.split(".")):
+            raise UserError(f"cannot read {override!r}: {key} has a dot too many")
     values = dict(override.split("=", 1) for override in overrides)
     for key, value in values.items():
         if inner := next((other for other in values if other.startswith(f"{key}.")), None):
             raise UserError(f"{key} holds several keys and cannot be set to {value!r} beside {inner}; set one of them")
-    try:
-        return OmegaConf.from_dotlist(overrides)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"cannot read {' '.join(overrides)!r}: {_first_line(error)}") from error
+    found = OmegaConf.create()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        try:
+            found.merge_with_dotlist([f'{key}="{value}"' if OLD_NUMBERS.fullmatch(value) else override])
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise UserError(f"cannot read {override!r}: {_first_line(error)}") from error
+    return found
 
 
 def _in_our_names(values: dict[str, Any]) -> dict[str, Any]:
@@ -273,6 +283,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}; empty mappings are dropped."""
     flat = {}
     for key, value in values.items():
+        if not isinstance(key, str):  # such as no, on and 1
+            raise UserError(f"the key {prefix}{key} is {type(key).__name__} to YAML; write it in quotes")
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
@@ -301,6 +313,25 @@ def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
         raise _unknown_key(whole, root) from error
     except OmegaConfBaseException as error:  # the only one left: a single value in place of a list
         raise UserError(f"{error.full_key} is a list; write {error.full_key}=[...]") from error
+    except TypeError as error:
+        raise _other_container(OmegaConf.to_container(base), OmegaConf.to_container(update)) from error
+
+
+def _other_container(base: dict[str, Any], update: dict[str, Any], prefix: str = "") -> UserError | None:
+    """The complaint of the first list in place of a section, or section in place of a list."""
+    for name, value in update.items():
+        key, known = f"{prefix}{name}", base.get(name)
+        if isinstance(known, list | tuple) and isinstance(value, dict):
+            return UserError(f"{key} is a list; write {key}=[...]")
+        if isinstance(known, dict) and isinstance(value, list):
+            return _of_section(key, value)
+        if isinstance(known, dict) and (found := _other_container(known, value, f"{key}.")):
+            return found
+    return None
+
+
+def _of_section(key: str, value: Any) -> UserError:
+    return UserError(f"{key} holds several keys and cannot be set to {value!r}; set one of them, as {key}.key=")
 
 
 def _unknown_key(key: str, root: type) -> UserError:
@@ -319,7 +350,7 @@ def _build(config_class: type, values: Any, path: str, root: type) -> Any:
     `path` is its dotted path within `root`.
     """
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds several keys and cannot be set to {values!r}; set one of them, as {path}.key=")
+        raise _of_section(path, values)
     prefix = f"{path}." if path else ""
     hints = _hints(config_class)
     for key in values:

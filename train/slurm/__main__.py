@@ -53,6 +53,7 @@ class SlurmOptions:
 def main(options: SlurmOptions) -> int:
     """Run the command; return 0, or 2 after printing an error."""
     verb = options.overrides[0] if options.overrides[:1] in (("status",), ("validate",)) else ""
+    _check(options, verb)
     overrides = list(options.overrides[bool(verb) :])
     chain = change(ChainConfig(), config_file=options.config_file, overrides=overrides)
     if verb == "validate":
@@ -79,6 +80,17 @@ def main(options: SlurmOptions) -> int:
     if options.local:
         return run_here(chain, words, at_once=options.at_once)
     return submit(folder, words)
+
+
+def _check(options: SlurmOptions, verb: str) -> None:
+    """Raises UserError for options that would have no effect."""
+    of_trial = [name for name in ("nodes", "nodelist", "partition") if getattr(options, name) is not None]
+    if of_trial and verb != "validate":
+        raise UserError(f"--{of_trial[0]} belongs to validate; stages have stages.NAME.nodes and cluster.partition")
+    if options.at_once > 1 and not options.local:
+        raise UserError(f"--at_once={options.at_once} belongs to --local")
+    if options.kubernetes and (options.local or options.failed or options.stages):
+        raise UserError("--kubernetes writes all stages; leave out --local, --failed and --stages")
 
 
 def _write_jobs(chain: ChainConfig) -> int:
@@ -110,7 +122,8 @@ def _chosen(chain: ChainConfig, options: SlurmOptions) -> list[str]:
     """Stages and tasks to run, as arguments of submit.sh."""
     names = list(chain.stages)
     if options.stages is not None:
-        names = [choose_one(name, names, f"--stages: unknown stage {name!r}") for name in options.stages.split(",")]
+        asked = dict.fromkeys(options.stages.split(","))
+        names = [choose_one(name, names, f"--stages: unknown stage {name!r}") for name in asked]
     if not options.failed:
         return names
     return [word for word in unfinished(read_tasks(chain)) if word.partition(":")[0] in names]

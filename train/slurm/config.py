@@ -8,6 +8,7 @@ from typing import Literal
 
 import yaml
 
+from megadit.models.shared.cli.setting import check_text
 from megadit.models.shared.errors import UserError, choose_one
 
 Interconnect = Literal["none", "azure", "efa", "infiniband"]
@@ -16,6 +17,7 @@ NumaBinding = Literal["node", "socket", "exclusive", "core-complex", "none"]
 _TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
 _ARRAY = re.compile(r"0-(\d{1,6})(%[1-9]\d*)?")
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+_MOUNT = re.compile(r"[^:]+:/[^:]*(:r[ow])?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
@@ -26,13 +28,16 @@ class ContainerConfig:
     image: str | None = None
     """Image that the Dockerfile at the root builds: its NAME in a registry, or the path of a .sqsh file."""
     mounts: tuple[str, ...] = ()
-    """HOST:CONTAINER or HOST:CONTAINER:ro."""
+    """HOST:/CONTAINER or HOST:/CONTAINER:ro."""
     workdir: str | None = None
 
     def __post_init__(self) -> None:
         for mount in self.mounts:
-            if not 2 <= len(mount.split(":")) <= 3 or not all(mount.split(":")):
-                raise UserError(f"cluster.container.mounts={mount!r}: write HOST:CONTAINER or HOST:CONTAINER:ro")
+            if not _MOUNT.fullmatch(mount):
+                raise UserError(f"cluster.container.mounts={mount!r}: write HOST:/CONTAINER or HOST:/CONTAINER:ro")
+        targets = [mount.split(":")[1] for mount in self.mounts]
+        if twice := next((each for each in targets if targets.count(each) > 1), None):
+            raise UserError(f"cluster.container.mounts has two of {twice}; leave one out")
         if self.image is None and (self.mounts or self.workdir):
             raise UserError("cluster.container.mounts and .workdir need cluster.container.image")
 
@@ -107,6 +112,12 @@ class StageConfig:
             raise UserError(f"{name}.array={self.array!r}: write 0-99, or 0-99%8 for 8 at once")
         if not _TIME.fullmatch(self.time):
             raise UserError(f"{name}.time={self.time!r}: write H:MM:SS or D-HH:MM:SS")
+        seconds = _seconds(self.time)
+        if self.torchrun and seconds <= self.notice:  # told to stop at once, the job would be requeued for ever
+            raise UserError(
+                f"{name}.time={self.time!r} is over after {seconds} s, and ranks are told to stop "
+                f"{name}.notice={self.notice} s before; write H:MM:SS, or a shorter notice"
+            )
         if self.torchrun and self.ranks(cluster) < 1:
             raise UserError(
                 f"{name}.ranks_per_node is not set and cluster.gpus_per_node={cluster.gpus_per_node}; give 1 or more"
@@ -138,6 +149,7 @@ class ChainConfig:
         """Raises UserError for what cannot be a chain of jobs."""
         if not _NAME.fullmatch(self.name.replace(".", "")):
             raise UserError(f"name={self.name!r}: use letters, digits, dots and dashes")
+        check_text("folder", self.folder)
         if not self.stages:
             raise UserError("no stage has anything to run; set stages.NAME.torchrun='-m megadit.train --recipe ...'")
         above: list[str] = []
@@ -150,6 +162,8 @@ class ChainConfig:
             above.append(name)
         for line in self.cluster.setup:
             check_shell(line, "cluster.setup")
+        for line in self.cluster.environment:
+            check_shell(f"export {line}", "cluster.environment")
 
     def before(self, name: str) -> list[str]:
         """The stages that this one waits for."""
@@ -157,6 +171,13 @@ class ChainConfig:
         above = names[: names.index(name)]
         after = self.stages[name].after
         return above[-1:] if after is None else list(after)
+
+
+def _seconds(time: str) -> int:
+    """Seconds of a `_TIME`; without hours, its last part are seconds."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, seconds = map(int, f"0:{clock}".split(":")[-3:])
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def interconnect_environment(name: Interconnect) -> list[str]:

@@ -18,6 +18,8 @@ from megadit.train.slurm.scripts import elastic_environment, exported, filled
 PORT = 29500
 LONGEST_NAME = 52
 """Longest name of a Job: a pod adds a number and five letters to it, and has at most 63."""
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 CHAIN_LABEL, STAGE_LABEL = "megadit/chain", "megadit/stage"
 
 
@@ -42,6 +44,9 @@ def manifests(chain: ChainConfig, exclude: tuple[str, ...] = ()) -> dict[str, st
     """
     if chain.cluster.container.image is None:
         raise UserError("--kubernetes needs cluster.container.image: a Job runs in nothing else")
+    for name in (chain.name, *chain.stages):
+        if not _LABEL.fullmatch(name):
+            raise UserError(f"--kubernetes: the name {name!r} must be of ASCII, and end in a letter or digit")
     names = {stage: job_name(chain, stage) for stage in chain.stages}
     if len(set(names.values())) < len(names):
         raise UserError(f"--kubernetes: two stages have the same name in small letters and dashes: {', '.join(names)}")
@@ -151,12 +156,18 @@ def _pod(chain: ChainConfig, stage: StageConfig, job: str, exclude: tuple[str, .
 
 
 def _volumes(mounts: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Volumes and where they are seen: a path is the node's, another word names a PersistentVolumeClaim."""
+    """Volumes and where they are seen: a path is the node's, another word names a PersistentVolumeClaim.
+
+    Raises:
+        UserError: for what is neither.
+    """
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]  # 64 MiB otherwise
     seen: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(mounts):
         source, target, *mode = mount.split(":")
         place = {"persistentVolumeClaim": {"claimName": source}}
+        if not source.startswith("/") and not _CLAIM.fullmatch(source):
+            raise UserError(f"--kubernetes: {source} is neither a whole path nor the name of a PersistentVolumeClaim")
         if source.startswith("/"):
             place = {"hostPath": {"path": source}}
         volumes.append({"name": f"mount-{number}", **place})

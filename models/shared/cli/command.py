@@ -16,20 +16,12 @@ from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, python_module, start_with_us
 from megadit.models.shared.cores import prepare_threads
-from megadit.models.shared.errors import AlreadyReportedError, StoppedError, UserError, nearest
+from megadit.models.shared.errors import OF_PATHS, AlreadyReportedError, StoppedError, UserError, nearest
 from megadit.models.shared.memory import memory_in_words
 
 SIDES = re.compile(r"\d+x\d+")
 """Height and width."""
-OF_PATHS = {
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
-    **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or get permission for this one"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another path"),
-    errno.EMFILE: "raise the limit of this shell (ulimit -n)",
-    errno.EFBIG: "raise the limit of this shell (ulimit -f)",
-}
-"""Error number of a failed file creation -> remedy."""
-
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
 
 
@@ -139,6 +131,11 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         os.getcwd()
     except FileNotFoundError:  # some libraries of torch end the process without a folder to be in
         return _print_error("the current folder was removed; change to another, and run the command again")
+    if wrong := next((each for each in _OF_RANKS if not os.environ.get(each, "0").isdecimal()), None):
+        return _print_error(
+            f"{wrong}={os.environ[wrong]!r} in the environment is no whole number, which torchrun sets for each rank; "
+            "unset it, or start the ranks with torchrun"
+        )
     end_with_parent()
     debug = "--debug" in argv
     # before torch is there: expandable segments avoid fragmentation

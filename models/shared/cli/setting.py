@@ -11,6 +11,7 @@ JSON and YAML values.
 
 import math
 import os
+import re
 import shlex
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 LONGEST_NAME = 230
 """Maximum bytes of a file name: the 255 of file systems, minus the suffix of temporary names."""
+_FOR_SHELL = re.compile(r"(~[\w.-]*|\$\w+|\$\{\w+\})/")
+"""Beginning of a path that a shell would replace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,11 @@ def setting(
         repeated=repeated,
     )
     return field(default=default, metadata={"setting": about})
+
+
+def port_setting(default: int | None, help: str) -> Any:
+    """A `setting` that is the number of a port."""
+    return setting(default, help, low=0, high=65535, metavar="PORT")
 
 
 def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> Any:
@@ -297,9 +305,12 @@ def _bounds(about: Setting) -> str:
 
 
 def check_text(name: str, value: str | Path) -> None:
-    """Raises UserError for text that is not UTF-8, and for a path that file systems do not support."""
+    """Raises UserError for text that is not UTF-8, for a path that file systems do not support, and for one that begins
+    as shells write folders: `--out=~/clips` comes as it stands."""
     if any("\ud800" <= letter <= "\udfff" for letter in str(value)):  # undecodable bytes
         raise UserError(f"{name}={str(value)!a} is not valid text (UTF-8)")
+    if for_shell := _FOR_SHELL.match(str(value)):
+        raise UserError(f"{name}={value}: no shell has replaced {for_shell[1]}; write the folder that it stands for")
     if isinstance(value, Path):
         if "\0" in str(value):
             raise UserError(f"{name}={str(value)!a}: no path holds a null character")

@@ -1,5 +1,7 @@
 """Schemas of the HTTP API: a video, its progress, and the settings of this service as fields."""
 
+import codecs
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -22,6 +24,7 @@ _MOST = {str: 100_000, int: _INT32, float: 1e6}
 _LONGEST_NAME = 200
 _MOST_ADAPTERS = 64
 """Most adapters in a body; the model's limit is lower."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _MOST_VALUES = 1000
 """Most values of a body, including those within its lists and objects."""
 
@@ -56,17 +59,21 @@ def few_values(text: str | bytes) -> Any:
     """Parse a JSON text of a limited number of values: validating a hundred thousand would block other requests.
 
     Raises:
-        ValueError: for too many values, and for invalid JSON.
+        ValueError: for too many values, a name that an object has twice, and for invalid JSON.
     """
+    text = (text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8)
     value = from_json(text, allow_inf_nan=False)
-    waiting, count = [value], 0
+    waiting, count, names = [value], 0, 0
     while waiting:
         holder = waiting.pop()
         inner = holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
         count += len(inner)
+        names += len(inner) if isinstance(holder, dict) else 0
         if count > _MOST_VALUES:
             raise ValueError(f"it holds more than {_MOST_VALUES:,} values")
         waiting += inner
+    if names < _STRING.sub(b"", text).count(b":"):
+        raise ValueError("an object has a name twice; give it once")
     return value
 
 
@@ -112,7 +119,11 @@ class _VideoBody(BaseModel):
         if "size" not in body and {"width", "height"} <= set(body):  # as vLLM-Omni's clients send them
             rest = {name: value for name, value in body.items() if name not in ("width", "height")}
             body = rest | {"size": f"{body['width']}x{body['height']}"}
-        return under_own_names(body, SERVED)
+        body = under_own_names(body, SERVED)
+        for name, value in body.items():
+            if isinstance(value, bool) and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name} must not be {str(value).lower()}")  # a number: pydantic would take it for 1
+        return body
 
     def request(self, info: ServiceInfo) -> VideoRequest:
         """The request of this body; fields left out are None.

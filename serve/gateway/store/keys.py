@@ -149,9 +149,10 @@ def _key(row: Row) -> Key:
 def _is_webhook(url: str) -> bool:
     """Whether it is an http URL with a host; cloud metadata addresses are not allowed."""
     try:
-        host = urlsplit(url).hostname or ""
-        return bool(_WEB.fullmatch(url) and host) and not (is_address(host) and is_link_local(host))
-    except ValueError:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        return bool(_WEB.fullmatch(url) and host and parts.port != 0) and not (is_address(host) and is_link_local(host))
+    except ValueError:  # the port is not one
         return False
 
 

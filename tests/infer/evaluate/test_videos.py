@@ -1,6 +1,7 @@
 """Sets of videos: folders, data sets, what is in memory; what is looked at; what is refused."""
 
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -14,7 +15,7 @@ from safetensors.torch import save
 from megadit.infer.evaluate import videos as videos_module
 from megadit.infer.evaluate.extractors.base import resized
 from megadit.infer.evaluate.report.pictures import clips_at
-from megadit.infer.evaluate.videos import Clip, open_videos, videos_in_memory
+from megadit.infer.evaluate.videos import Clip, open_videos, prompts_of, videos_in_memory
 from megadit.infer.evaluate.window import thinned, window_of, windowed
 from megadit.infer.media.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
@@ -195,3 +196,14 @@ def test_a_faster_video_is_thinned_out(rate, chosen):
     clip = Clip(np.arange(12, dtype=np.uint8)[:, None, None, None], 12.0, "")
     assert thinned(clip, rate).video_THWC.ravel().tolist() == (chosen or list(range(12)))
     assert thinned(clip, rate).fps == (rate if chosen else 12.0)
+
+
+@pytest.mark.parametrize("more", [{"seed": 3}, {"num_steps": 4}, {"guidance": 2.0}])
+def test_prompts_with_settings_are_not_taken_for_prompts_alone(more, tmp_path):
+    """All videos of an evaluation share their settings."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "b"} | more))
+    with pytest.raises(UserError, match="prompts.jsonl has settings of single prompts"):
+        prompts_of(str(path), None, None, None)
+    with pytest.raises(UserError, match="nowhere.txt: the prompts cannot be read: nowhere.txt does not exist"):
+        prompts_of("nowhere.txt", None, None, None)

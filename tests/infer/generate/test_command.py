@@ -110,7 +110,7 @@ def test_batch_size_and_dtype_reach_the_pipeline(run):
 
 MISTAKES = [
     ([], "no prompt"),
-    (["--prompt_file", "nowhere.txt"], "cannot read --prompt_file nowhere.txt"),
+    (["--prompt_file", "nowhere.txt"], "nowhere.txt: the prompts cannot be read: nowhere.txt does not exist"),
     (["--prompt", "a", "--num_steps", "0"], "num_steps=0 must be greater than 0"),
     (["--prompt", "a", "--num_video_frames", "-3"], "--num_video_frames=-3 must be greater than 0"),
     (["--prompt", "a", "--num_stepz", "3"], "unknown argument '--num_stepz'; did you mean '--num_steps'?"),
@@ -126,6 +126,10 @@ MISTAKES = [
     (["--prompt", "a", "--sampler", "dim"], "sampler 'dim' is not available; choose one of euler, heun, dpm2"),
     (["--prompt", "a", "--seed", "1", "--seeds", "2"], "not both"),
     (["--prompt", "a", "--guidance_convention", "nemo"], "give --guidance too"),
+    (
+        ["--prompt", "a", "--video_save_path", "o/a.png", "--num_frames", "1", "--contact_sheet", "./o/a.png"],
+        "is the file",
+    ),
     (["--prompt", "a", "--num_devices", "2"], "--num_devices=2, but 1 were started"),
     (["--prompt", "a", "--tp_size", "2"], "1 processes cannot be divided into replicas of 2 (tp_size=2, cp_size=1)"),
     (["--prompt", "a", "--tp_size", "0"], "tp_size=0"),
@@ -459,7 +463,7 @@ def test_two_processes_and_both_names_write_the_same_bytes(bundle_dir, tmp_path)
         ("a.json", '{"prompt": "a red seven"}', "must be a list"),
         ("a.json", "[3]", "number 1 must be an object"),
         ("a.json", "a red seven", "not valid JSON"),
-        ("a.yaml", "- a red seven", "use a name that ends in .txt"),
+        ("a.yaml", "- a red seven", "in a file that ends in .txt"),
     ],
 )
 def test_prompt_files_of_every_kind(tmp_path, name, text, prompts):

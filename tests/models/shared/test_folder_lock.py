@@ -1,5 +1,6 @@
 """One writer of a folder: in real processes, stopped, killed, and as if on another machine."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from PIL import Image
 
 from megadit.models.shared import folder_lock
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import held_alone
 from megadit.models.shared.folder_lock import FILE, FolderLock
 from megadit.train.data.prepare import command as prepare
 from megadit.train.distill import command as distill
@@ -188,3 +190,15 @@ def test_a_full_disk_or_a_short_outage_loses_nothing(tmp_path, monkeypatch):
         time.sleep(0.2)
         lock.check()
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EIO])
+def test_a_lock_that_cannot_be_written_names_a_remedy(number, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fail)
+    remedy = "raise the limit" if number == errno.EFBIG else "give another path"
+    for lock in (FolderLock(tmp_path, "trains"), held_alone(tmp_path / "lock")):
+        with pytest.raises(UserError, match=f"{tmp_path}/.*(; .*{remedy})"), lock:
+            pass

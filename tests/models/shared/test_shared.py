@@ -32,6 +32,7 @@ from megadit.models.shared.files import (
     held_alone,
     inner_path,
     read_json,
+    read_key,
     write_json,
 )
 from megadit.models.shared.folder_lock import FolderLock
@@ -541,3 +542,40 @@ def test_full_shared_memory_is_told_by_its_name(error, capsys, monkeypatch):
     assert run_command(fail, []) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in ("/dev/shm", "--shm-size", "data.num_workers=0")) and told.count("\n") == 1
+
+
+KEY = "mdk_0a1b2c3d4e5f_" + "x" * 43
+
+
+@pytest.mark.parametrize("content", [f"{KEY}\r\n".encode(), f"\ufeff{KEY}\n".encode(), KEY.encode("utf-16")])
+def test_a_key_is_read_as_each_shell_wrote_it(content, tmp_path):
+    (tmp_path / "key").write_bytes(content)
+    assert read_key(tmp_path / "key") == KEY
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "holds no key"),
+        (f"{KEY}\n{KEY}\n".encode(), "holds no key"),
+        (f"Bearer {KEY}".encode(), "holds no key"),
+        (f"{KEY}é".encode(), "holds no key"),
+        (f"{KEY}é".encode("latin-1"), "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_without_a_key_is_told(content, reason, tmp_path):
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(UserError, match=f"key {reason}.*`megadit serve keys add NAME"):
+        read_key(tmp_path / "key")
+    with pytest.raises(UserError, match="/dev/zero cannot be read"):
+        read_key("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.0"])
+def test_a_rank_that_is_none_is_told_whatever_the_command(name, value, capsys, monkeypatch):
+    monkeypatch.setenv(name, value)
+    assert run_command(lambda argv: 0, []) == 2
+    assert capsys.readouterr().err.startswith(f"error: {name}={value!r} in the environment is no whole number")

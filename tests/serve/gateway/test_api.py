@@ -2,6 +2,7 @@
 
 import base64
 import hmac
+import json
 from dataclasses import replace
 
 from prometheus_client import generate_latest
@@ -346,3 +347,75 @@ def test_the_front_says_where_to_go_without_a_key(visit):
     answer = visit(anonymous=True).get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     assert all(place in answer.text for place in ("/docs", "/v1/videos", "/health/ready", "megadit serve demo --url"))
+
+
+def in_parts(*parts: tuple[str, bytes], is_whole: bool = True) -> dict:
+    """A multipart form as it is sent: (headers after the name, content) of each part."""
+    texts = [
+        b"--x\r\nContent-Disposition: form-data; name=%b\r\n\r\n%b\r\n" % (head.encode(), content)
+        for head, content in parts
+    ]
+    content = b"".join(texts) + b"--x--\r\n" * is_whole
+    return {"content": content, "headers": {"content-type": "multipart/form-data; boundary=x"}}
+
+
+@pytest.mark.parametrize("coding", ["latin-1", "cp1252", "cp932", "gb18030", "utf-8"])
+def test_a_form_is_read_in_utf8_or_told(visit, coding):
+    """Starlette would read any other bytes as Latin-1, and make the video of something else."""
+    client = visit()
+    for text in ("café", "größer", "a 日本の猫", "a – b"):
+        for field in ("prompt", "negative_prompt"):
+            content = text.encode(coding, errors="ignore")
+            answer = client.post("/v1/videos", **in_parts(*({"prompt": b"a"} | {field: content}).items()))
+            if content.decode(errors="ignore").encode() == content:
+                assert answer.status_code == 200, answer.text
+            else:
+                assert answer.status_code == 400
+                assert f"'{field}' is not UTF-8; send a text in UTF-8" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("keep", range(1, 6))
+def test_a_form_that_was_cut_off_is_not_half_a_request(visit, keep):
+    """Nor is any beginning of one: the last field would be missing."""
+    form = in_parts(("prompt", b"a"), ("num_steps", b"3"))
+    form["content"] = form["content"][: -2 * keep - 4]
+    answer = visit().post("/v1/videos", **form)
+    assert answer.status_code == 400 and "the form was cut off" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("coding", ["base64", "Quoted-Printable", "x-zip"])
+def test_a_part_in_a_transfer_encoding_is_told(visit, coding):
+    head = "prompt\r\nContent-Transfer-Encoding: "
+    answer = visit().post("/v1/videos", **in_parts((f"{head}{coding}", b"YSByZWQgc2V2ZW4=")))
+    assert answer.status_code == 400 and "'prompt' has a Content-Transfer-Encoding" in answer.json()["error"]["message"]
+    assert visit().post("/v1/videos", **in_parts((f"{head}8bit", b"a"))).json()["prompt"] == "a"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded", "multipart/form-data"])
+@pytest.mark.parametrize("path", ["/v1/videos", "/v1/videos/sync", "/v1/adapters", "/v1/videos/video_1/remix"])
+def test_a_compressed_body_is_told(visit, path, kind):
+    answer = visit().post(path, content=b"\x1f\x8b", headers={"content-type": kind, "content-encoding": "gzip"})
+    assert answer.status_code == 415 and "without Content-Encoding: gzip" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a", "seed": 1, "seed": 2}', "has a name twice"),
+        ('{"prompt": "a:b", "adapters": [{"name": "a", "name": "b"}]}', "has a name twice"),
+        (r'{"prompt": "a", "\u0070rompt": "b"}', "has a name twice"),
+        ('{"prompt": "a", "seed": true}', "seed must not be true"),
+        ('{"prompt": "a", "steps": true}', "num_steps must not be true"),
+        ('{"prompt": "a", "guidance": false}', "guidance must not be false"),
+    ],
+)
+def test_json_that_others_read_otherwise_is_told(visit, text, message):
+    answer = visit().post("/v1/videos", content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_json_may_have_a_mark_and_colons(visit):
+    text = json.dumps({"prompt": r'a: "b\\": c', "negative_prompt": "::"}, ensure_ascii=False)
+    for mark in (b"", b"\xef\xbb\xbf"):
+        answer = visit().post("/v1/videos", content=mark + text.encode(), headers={"content-type": "application/json"})
+        assert answer.json()["prompt"] == json.loads(text)["prompt"]

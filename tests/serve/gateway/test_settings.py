@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
+from megadit.models.shared.cli.options import every_setting
+from megadit.models.shared.cli.setting import check_value
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import DeadlineExceededError, UnavailableError, VideoResult
+from megadit.serve.gateway.command import GatewayOptions
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.http.streams import Streams
 from megadit.serve.gateway.jobs import runner
@@ -19,6 +22,8 @@ from megadit.serve.gateway.jobs.runner import RunnerSettings, _Run
 from megadit.serve.gateway.jobs.servers import Server
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store.jobs import NewJob
+from megadit.serve.launch.run import RunOptions
+from megadit.serve.launch.up import UpOptions
 
 SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}
 MODEL = "text_to_video"
@@ -132,3 +137,15 @@ def test_a_key_reads_so_many_streams(gateway, new_key):
     with pytest.raises(Exception, match=""):
         asyncio.run(first({"type": "http"}, gone, gone))
     streams.open(key, "video", {})
+
+
+@pytest.mark.parametrize("options", [GatewayOptions, RunOptions, UpOptions])
+@pytest.mark.parametrize("number", [-1, 65536])
+def test_a_port_is_one_of_tcp(options, number):
+    """Python raises an OverflowError for any other."""
+    ports = {name: about for name, about in every_setting(options).items() if name.endswith("port")}
+    assert len(ports) > 1
+    for name, about in ports.items():
+        with pytest.raises(UserError, match=f"{name}={number} must lie between 0 and 65535"):
+            check_value(about, name, number)
+        assert check_value(about, name, 65535) == 65535

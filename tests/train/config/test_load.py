@@ -6,21 +6,25 @@ import math
 import os
 import re
 import types
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 
 from megadit.infer.inspect.info import _read_run_config, describe_blend
 from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.shared.documents import OLD_NUMBERS
 from megadit.models.shared.errors import UserError
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
 from megadit.train.config.distill import DistillConfig
-from megadit.train.config.load import config_from_dict, config_keys, load_config, resolve_config, to_yaml
+from megadit.train.config.load import change, config_from_dict, config_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
+from megadit.train.slurm.config import ChainConfig
 from tests.bundles import write_tiny_bundle
 
 
@@ -431,3 +435,53 @@ def test_the_network_of_an_adapter_is_that_of_its_base(tmp_path):
     plain = resolve_config("digits", overrides=asked).model
     assert plain == resolve_config("digits").model, "whole networks have the recipe's shape"
     assert resolve_config("digits", overrides=[*asked, "train.adapter.rank=2"]).model == base.config
+
+
+def test_numbers_of_yaml_are_those_of_everybody():
+    """YAML 1.1 has octal numbers and those of base 60, 4:00:00 for one; each is told before it is misread."""
+    read, texts = 0, ["".join(parts) for length in range(1, 5) for parts in product("017:_.", repeat=length)]
+    for text in texts:
+        with suppress(yaml.YAMLError, ValueError):
+            if isinstance(number := yaml.load(text, Loader=yaml.CSafeLoader), int | float):
+                assert OLD_NUMBERS.fullmatch(text) or float(text.replace("_", "")) == number, text
+                read += 1
+    assert read > 300
+
+
+@pytest.mark.parametrize("text", ["4:00:00", "010", "-1:30", "1:30.5", "[1, 4:00:00]"])
+def test_a_number_that_yaml_misreads_is_told_in_a_file_and_text_on_the_command_line(text, tmp_path):
+    path = write(tmp_path / "chain.yaml", f"stages:\n  train:\n    command: echo\n    time: {text}\n")
+    with pytest.raises(UserError, match=r"chain.yaml, line 4: \S+ is \S+ to YAML; write it in quotes"):
+        change(ChainConfig(), config_file=path)
+    if "[" not in text:
+        asked = [f"stages.train.time={text}", "stages.train.command=echo"]
+        assert change(ChainConfig(), overrides=asked).stages["train"].time == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("run.yaml", "train:\n  - seed: 1\n", "train holds several keys and cannot be set to"),
+        ("run.yaml", "validation: {sampling: [1]}\n", "one of them, as validation.sampling.key="),
+        ("run.yaml", "validation: {prompts: {a: b}}\n", "validation.prompts is a list; write"),
+        ("run.yaml", "train: {on: 1}\n", "the key train.True is bool to YAML; write it in quotes"),
+        ("run.toml", "[[train]]\nseed = 1\n", "train holds several keys and cannot be set to"),
+    ],
+)
+def test_a_value_of_another_shape_is_told(name, text, reason, tmp_path):
+    with pytest.raises(UserError, match=reason):
+        resolve_config("digits_tiny", config_file=write(tmp_path / name, text))
+
+
+def test_toml_of_windows_is_read(tmp_path):
+    path = tmp_path / "RUN.TOML"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nseed = 7\r\n")
+    assert resolve_config("digits_tiny", config_file=path).train.seed == 7
+
+
+@pytest.mark.parametrize(
+    "wrong", ["train..seed=1", "train.seed.=1", "validation.prompts=[a", "logger.wandb_exp_name=*x"]
+)
+def test_of_several_overrides_the_wrong_one_is_told(wrong):
+    with pytest.raises(UserError, match=re.escape(f"cannot read {wrong!r}: ")):
+        resolve_config("digits_tiny", overrides=["train.train_iters=3", wrong])

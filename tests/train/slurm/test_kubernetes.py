@@ -1,6 +1,7 @@
 """A chain as Jobs of Kubernetes: manifests that it knows, and the order in which they run."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,22 @@ def test_jobs_run_in_the_order_of_the_chain(kubectl, diamond, ran, tmp_path):
     assert subprocess.run(["bash", script], env={**os.environ, "NAMESPACE": ""}).returncode == 0
     assert ran()[5:] == ["right.0/3", "right.1/3", "right.2/3", "last/0"]
     assert subprocess.run(["bash", script]).returncode == 0 and len(ran()) == 9  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster.container.mounts=[./data:/data]", "./data is neither a whole path nor the name of a Persistent"),
+        ("cluster.container.mounts=[my_claim:/data]", "my_claim is neither a whole path"),
+        ("cluster.container.mounts=['~/data:/data']", "~/data is neither a whole path"),
+        ("cluster.container.mounts=[/a:data]", "write HOST:/CONTAINER"),
+        ("cluster.container.mounts=[/a:/b:RO]", "write HOST:/CONTAINER"),
+        ("cluster.container.mounts=[/a:/b,/c:/b]", "has two of /b; leave one out"),
+        ("name=a-", "the name 'a-' must be of ASCII"),
+        ("name=größe", "must be of ASCII"),
+        ("stages.scan_.command=ls", "the name 'scan_' must be of ASCII"),
+    ],
+)
+def test_no_manifest_is_written_that_kubernetes_refuses(override, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        documents(override)

@@ -129,7 +129,7 @@ def test_no_gpus_asks_for_none_and_binds_nothing():
         (["stages.train.torchrun=x", "cluster.environment=['two words']"], "write NAME=value"),
         (["stages.train.torchrun=x", "cluster.sbatch_options=[qos]"], "write an option of sbatch"),
         (["stages.train.torchrun=x", "cluster.container.mounts=[/a:/b]"], "need cluster.container.image"),
-        (["stages.train.torchrun=x", "cluster.container.image=i", "cluster.container.mounts=[/a]"], "HOST:CONTAINER"),
+        (["stages.train.torchrun=x", "cluster.container.image=i", "cluster.container.mounts=[/a]"], "HOST:/CONTAINER"),
         (["stages.train.torchrun=x", "name=a b"], "name='a b'"),
         (["trian.torchrun=x"], "unknown key trian"),
     ],

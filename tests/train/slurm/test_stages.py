@@ -13,7 +13,7 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import change
-from megadit.train.slurm.__main__ import main
+from megadit.train.slurm.__main__ import SlurmOptions, _chosen, main
 from megadit.train.slurm.config import ChainConfig
 
 HERE = ("cluster.gpus_per_node=0",)
@@ -206,3 +206,36 @@ def test_a_chain_here_ends_in_a_video(tmp_path, monkeypatch):
 
 def _logs(folder: Path) -> str:
     return "\n".join(path.read_text()[-2000:] for path in (folder / "logs").iterdir())
+
+
+@pytest.mark.parametrize(("time", "seconds"), [("4:00", 240), ("0:00:00", 0), ("0-0:05:00", 300), ("00:04:59", 299)])
+def test_a_training_has_time_left_after_its_notice(time, seconds):
+    """Slurm reads 4:00 as four minutes, and 0:00:00 as no limit."""
+    overrides = [f"stages.a.time={time}", "stages.a.ranks_per_node=1"]
+    with pytest.raises(UserError, match=rf"stages.a.time='{time}' is over after {seconds} s"):
+        change(ChainConfig(), overrides=[*overrides, "stages.a.torchrun=-m x"]).check()
+    change(ChainConfig(), overrides=[*overrides, "stages.a.command=ls"]).check()
+    change(ChainConfig(), overrides=["stages.a.torchrun=-m x", "stages.a.time=1-0:00", "stages.a.notice=86399"]).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "4"], "--nodes belongs to validate"),
+        (["--partition", "gpu"], "--partition belongs to validate"),
+        (["status", "--nodelist", "a1"], "--nodelist belongs to validate"),
+        (["--at_once", "2", "--dry-run"], "--at_once=2 belongs to --local"),
+        (["--kubernetes", "--local"], "--kubernetes writes all stages"),
+        (["--kubernetes", "--stages", "right"], "--kubernetes writes all stages"),
+        (['cluster.environment=["A=\'x"]'], "is not shell"),
+        (["folder=~/chain"], "folder=~/chain: no shell has replaced ~"),
+    ],
+)
+def test_what_would_have_no_effect_or_another_is_told(diamond, options, message, capsys):
+    assert main([*diamond, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_stage_that_is_named_twice_runs_once(diamond):
+    chain = change(ChainConfig(), overrides=diamond)
+    assert _chosen(chain, SlurmOptions(stages="first,right,first")) == ["first", "right"]

@@ -268,7 +268,8 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
 def _lock(out: Path, shard: Shard) -> FolderLock:
     """Lock of one shard of the work, next to the folder (which `--overwrite` removes)."""
     of = "" if shard.count == 1 else f".{shard.number}-{shard.count}"
-    return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
+    place = out if out.name else out.resolve()  # "." has none
+    return FolderLock(out, "prepares", path=place.with_name(f".{place.name}{of}.lock"))
 
 
 def _changes(preparation: stages.Preparation) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megadit.infer.generate.specs import prompt_lines
+from megadit.infer.generate.specs import prompts_alone
 from megadit.infer.pipeline.adapters import Scales, scaled_adapters
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
@@ -217,12 +217,7 @@ def _check_ode(settings: SamplingSettings) -> None:
 
 
 def prompts_of(options: SampleOptions) -> list[str]:
-    lines = prompt_lines(options.prompt_file)
-    if any(len(line) > 1 for line in lines):
-        raise UserError(
-            f"{options.prompt_file} has settings of single prompts, and all samples share theirs: leave them out"
-        )
-    prompts = [*options.prompt, *(line["prompt"] for line in lines)]
+    prompts = [*options.prompt, *prompts_alone(options.prompt_file)]
     if not prompts:
         raise UserError('there is no prompt; give --prompt "a dog" or --prompt_file FILE')
     return prompts

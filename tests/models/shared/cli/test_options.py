@@ -1,5 +1,6 @@
 """One declaration of a setting gives its option, its help, and the checks of JSON and YAML."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from megadit.models.shared.cli.setting import (
     settings_of,
 )
 from megadit.models.shared.errors import UserError
+from megadit.train.config.load import resolve_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,3 +328,20 @@ def test_no_hint_is_better_than_a_wrong_one(asked):
     with pytest.raises(UserError) as told:
         read_options(Others, [asked, "3"], prog="picture")
     assert "did you mean" not in str(told.value)
+
+
+@pytest.mark.parametrize("path", ["~/out", "~ann/out", "$HOME/out", "${OUT}/a b"])
+def test_a_path_that_the_shell_did_not_replace_is_told(path):
+    """Folders of the name ~ would hold what people look for at home."""
+    reason = re.escape(f"{path}: no shell has replaced {path.partition('/')[0]}; write the folder that it stands for")
+    for name, words in {"CLIP": [path], "--config-file": ["a.mp4", "--config-file", path]}.items():
+        with pytest.raises(UserError, match=f"^{name}={reason}"):
+            read(*words)
+    for key in ("train.output_dir", "data.path"):
+        with pytest.raises(UserError, match=f"^{key}={reason}"):
+            resolve_config("digits_tiny", overrides=[f"{key}={path}"])
+
+
+@pytest.mark.parametrize("path", ["~", "~backup.mp4", "a/~/b", "$5.txt", "price of $1"])
+def test_other_names_with_such_signs_are_names(path):
+    assert read(path).clip == Path(path)

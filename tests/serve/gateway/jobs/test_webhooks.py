@@ -189,6 +189,9 @@ def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch)
         "http://x/\r\nHost: y",
         "http://",
         "http://[::1",
+        "https://x:99999/",
+        "https://x:0/",
+        "https://x:y/",
         "gopher://x/",
         "file:///etc/passwd",
     ):

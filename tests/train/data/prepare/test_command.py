@@ -6,11 +6,13 @@ import tarfile
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from megadit.infer.evaluate.extractors.digits import centres_of_mass, strokes
+from megadit.infer.media.video_io import write_video
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
@@ -190,3 +192,14 @@ def test_a_finished_folder_is_replaced_on_demand(prepared, monkeypatch):
     monkeypatch.setattr(drawn, "prepare_drawn", lambda drawn, out, **_: replaced.append(out))
     assert prepare.main(["digits", str(prepared)]) == 0 and not replaced
     assert prepare.main(["digits", str(prepared), "--overwrite"]) == 0 and replaced == [prepared]
+
+
+@pytest.mark.parametrize("out", [".", ".."])
+def test_the_folder_that_one_is_in_is_told_by_its_files(out, tmp_path, monkeypatch, capsys):
+    """And has a lock beside it, though `.` has no name."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    write_video(tmp_path / "a" / "b" / "clip.mp4", np.zeros((5, 16, 16, 3), np.uint8), 8)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    assert prepare.main(["videos", ".", out, "--sizes", "16x16", "--num_frames", "5"]) == 2
+    assert "exists and is not a prepared data set" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "clip.mp4"]

@@ -157,14 +157,14 @@ def main() -> None:
     is_running = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (is_running + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries may print; stdout is for answers
+    responses = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries may print; stdout is for responses
     try:
         for answer in _work(json.load(sys.stdin), memory):
-            answers.write(answer)
+            responses.write(answer)
     except UserError as error:
-        answers.write(pickle.dumps(str(error)))
-    answers.flush()
+        responses.write(pickle.dumps(str(error)))
+    responses.flush()
 
 
 if __name__ == "__main__":
