@@ -34,9 +34,11 @@ def resident_bytes(pids: list[int]) -> int:
 
 
 def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
-    """The finished video, its data, and how long it took."""
+    """The finished video, its data, and how long it took; whoever is told to come again does so, as clients do."""
     began = time.monotonic()
-    video = client.post("/v1/videos", json=body).json()
+    while (response := client.post("/v1/videos", json=body)).status_code == 503:
+        time.sleep(float(response.headers["retry-after"]))
+    video = response.json()
     while video["status"] not in ("completed", "failed"):
         time.sleep(0.25)
         video = client.get(f"/v1/videos/{video['id']}").json()
