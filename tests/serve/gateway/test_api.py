@@ -5,6 +5,7 @@ import hmac
 import json
 from dataclasses import replace
 
+import pytest
 from prometheus_client import generate_latest
 from sqlalchemy.exc import OperationalError
 
