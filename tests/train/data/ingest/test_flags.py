@@ -128,13 +128,8 @@ def test_a_preparation_is_begun_anew(sources, tmp_path, capsys):
     assert "begun with fps=24.0, and this command has 12.0" in said and "--overwrite" in said
     assert prepare.main([*command, "--fps", "12", "--overwrite"]) == 0
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
-    for mistake in (
-        ["--tokenizer", "haar", "--sizes", "50x50"],
-        ["--background", "blanc"],
-        ["--encodings", str(tmp_path / "nowhere")],
-        ["--redo", "first"],
-    ):
-        assert prepare.main([*command, "--overwrite", *mistake]) == 2
+    for mistake in ("--tokenizer haar --sizes 50x50", "--background blanc", "--encodings nowhere", "--redo first"):
+        assert prepare.main([*command, "--overwrite", *mistake.split()]) == 2, mistake
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
 
 

@@ -221,23 +221,14 @@ def test_a_private_address_is_refused_before_it_is_asked_anything(server, tmp_pa
     other_server.server_close()
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "::1", "fe80::1%eth0", "::ffff:10.0.0.1"]
-    + [
-        "64:ff9b::a00:1",
-        "2002:7f00:1::",
-        "::7f00:1",
-        "224.0.0.1",
-        "ff02::1",
-        "fec0::1",
-        "fd00:ec2::254",
-        "0.0.0.0",
-        "100.64.0.1",
-    ],
-)
-def test_addresses_of_a_network_of_one_s_own_are_private(address):
-    assert not is_public(address)
+PRIVATE = """
+127.0.0.1 10.1.2.3 192.168.0.1 169.254.169.254 ::1 fe80::1%eth0 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:7f00:1:: ::7f00:1
+224.0.0.1 ff02::1 fec0::1 fd00:ec2::254 0.0.0.0 100.64.0.1
+"""
+
+
+def test_addresses_of_a_network_of_one_s_own_are_private():
+    assert not [address for address in PRIVATE.split() if is_public(address)]
 
 
 def test_addresses_of_the_internet_are_public():

@@ -107,14 +107,8 @@ COSMOS = {
 @pytest.mark.parametrize(("windows", "wanted"), COSMOS.values(), ids=COSMOS)
 def test_the_jsonl_of_cosmos_framework(tmp_path, windows, wanted):
     """The narrative of a clip; of one with several windows none, for each is of another part."""
-    row = {
-        "uuid": "a",
-        "duration": 17.4,
-        "width": 8,
-        "height": 8,
-        "vision_path": "videos/a.mp4",
-        "t2w_windows": windows,
-    }
+    row = {"uuid": "a", "duration": 17.4, "width": 8, "height": 8, "vision_path": "videos/a.mp4"}
+    row["t2w_windows"] = windows
     write(tmp_path, {"videos/a.mp4": b"", "video_dataset_file.jsonl": json.dumps(row) + "\n"})
     assert captions(tmp_path, "video") == {"videos/a.mp4": wanted}
 
