@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode, ConditioningModeName
 from megadit.models.configs.experts import ExpertConfig
@@ -313,8 +313,7 @@ def _checked(values: Any, config_class: type) -> dict[str, Any]:
     """Settings from JSON, with lists as tuples, after a check of their names and types."""
     if not isinstance(values, dict):
         raise UserError(f"model settings are {values!r:.60}, not names and values")
-    hints = get_type_hints(config_class)
-    kinds = {field.name: hints[field.name] for field in fields(config_class)}  # class variables are no settings
+    kinds = {field.name: field.type for field in fields(config_class)}
     checked = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in checked.items():
         if name not in kinds:

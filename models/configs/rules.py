@@ -125,18 +125,13 @@ RULES: tuple[Rule[Any], ...] = (
         "model.num_attention_heads={num_attention_heads}",
     ),
     Rule(
-        when=lambda config: config.head_dim is None and config.position_embedding != "learned",
-        needs=lambda config: config.hidden_size % config.num_attention_heads == 0,
+        when=lambda config: config.position_embedding != "learned" or config.dim_per_head == 0,
+        needs=lambda config: config.head_dim is not None or config.hidden_size % config.num_attention_heads == 0,
         remedy=lambda config: (
             f"model.num_attention_heads={config.num_attention_heads} does not divide "
             f"model.hidden_size={config.hidden_size}; use {_nearest_number_of_heads(config)} heads, or set "
             "model.head_dim yourself"
         ),
-    ),
-    Rule(
-        needs=lambda config: config.dim_per_head > 0,
-        remedy="model.num_attention_heads={num_attention_heads} exceeds model.hidden_size={hidden_size}; "
-        "set model.head_dim",
     ),
     Rule(
         when=lambda config: config.position_embedding == "rope",

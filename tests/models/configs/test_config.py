@@ -77,7 +77,7 @@ BREACHES = (
     ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
     (
         {"position_embedding": "learned", "learned_positions": (1, 4, 4), "num_attention_heads": 400},
-        "model.num_attention_heads=400 exceeds model.hidden_size=384",
+        "model.num_attention_heads=400 does not divide model.hidden_size=384; use 384 heads",
     ),
     ({"hidden_size": 8, "num_attention_heads": 4}, "even head width of at least 6"),
     ({"head_dim": 10, "rope_scale": (2.0, 1.0, 1.0)}, r"model.rope_scale=[2.0, 1.0, 1.0] needs heads at least 12"),

@@ -18,7 +18,6 @@ from tests.bundles import write_tiny_bundle
 from tests.models.convert import load_by_servers
 from tests.models.convert.load_by_servers import SERVERS
 from tests.models.convert.test_conditioning import (
-    FORMS,
     NETWORKS,
     OF_IMAGES,
     clip_sizes,
@@ -30,7 +29,7 @@ from tests.models.convert.test_conditioning import (
 from tests.models.convert.test_conditioning import frames as random_frames
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import random_wan, save, text_to_video
-from tests.stable_diffusion import UNETS, make_pipeline
+from tests.stable_diffusion import make_pipeline
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 

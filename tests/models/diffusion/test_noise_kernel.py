@@ -1,4 +1,4 @@
-"""The kernel of the noise: by Triton's interpreter the same bits; tests/models/ops/test_compiled_kernels.py compiles it."""
+"""The kernel of the noise: by Triton's interpreter the same bits; test_compiled_kernels.py compiles it."""
 
 import pytest
 import torch

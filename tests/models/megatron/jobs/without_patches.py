@@ -1,5 +1,5 @@
-"""All of the shim but its patches of torch: how Megatron is imported, that optimizers need them, and that a parallelized
-network on one rank does not."""
+"""All of the shim but its patches of torch: how Megatron is imported, that optimizers need the patches, and that a
+parallelized network on one rank does not."""
 
 import importlib.util
 import sys
