@@ -29,10 +29,10 @@ def random_network(name):
     return network.eval()
 
 
-def write_jit(tensors, path):
+def write_jit(tensors, path, constants=("encoder.patcher.wavelets",)):
     """Tensors, and constants as the released files hold them, as TorchScript."""
     root = nn.Module()
-    for name, tensor in {**tensors, "encoder.patcher.wavelets": torch.ones(2)}.items():
+    for name, tensor in (tensors | dict.fromkeys(constants, torch.ones(2))).items():
         *modules, leaf = name.split(".")
         place = root
         for module in modules:
@@ -49,7 +49,7 @@ def released(request, tmp_path_factory):
     """(network, directory of its whole .jit)."""
     path = tmp_path_factory.mktemp("ci") / f"Cosmos-0.1-Tokenizer-{request.param}"
     network = random_network(request.param)
-    write_jit(network.state_dict(), path / "autoencoder.jit")
+    write_jit(dict(network.state_dict()), path / "autoencoder.jit")
     return network, path
 
 

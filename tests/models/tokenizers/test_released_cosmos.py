@@ -8,7 +8,6 @@ import zipfile
 
 import pytest
 import torch
-from torch import nn
 
 from megadit.models.commands.convert import main as convert
 from megadit.models.shared.errors import UserError
@@ -16,8 +15,8 @@ from megadit.models.storage.tensor_archive import read_archive
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.released_cosmos import diffusers_names
 from megadit.models.tokenizers.tiling import Tiles, reconstruct, tiling_error
-
-from ...half_products import counted_half_products, without_half_products
+from tests.half_products import counted_half_products, without_half_products
+from tests.models.tokenizers.test_cosmos_image import write_jit
 
 TO_RELEASED = (
     ("mid_block.resnets.0", "mid.block_1"),
@@ -49,23 +48,11 @@ def released_name(name, num_up):
     return name
 
 
-def write_jit(network, path):
+def write_released(network, path):
     """The tensors under the released names, as TorchScript."""
-    root = nn.Module()
     num_up = len(network.decoder.up_blocks)
     tensors = {released_name(name, num_up): tensor for name, tensor in network.state_dict().items()}
-    tensors |= {"encoder.patcher3d.wavelets": torch.ones(2), "encoder.patcher3d._arange": torch.arange(2)}
-    for name, tensor in tensors.items():
-        *modules, leaf = name.split(".")
-        place = root
-        for module in modules:
-            if module not in place._modules:
-                place.add_module(module, nn.Module())
-            place = place._modules[module]
-        place.register_buffer(leaf, tensor)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.jit.script(root).save(path)
-    return path
+    write_jit(tensors, path, ("encoder.patcher3d.wavelets", "encoder.patcher3d._arange"))
 
 
 @pytest.fixture(scope="module", params=[4, 8])
@@ -75,7 +62,7 @@ def published(request, tmp_path_factory, make_cosmos_autoencoder):
     network = make_cosmos_autoencoder(request.param, statistics=request.param == 8)
     network.save_pretrained(path / "diffusers")
     released = path / f"Cosmos-Tokenizer-CV{request.param}x8x8"
-    write_jit(network, released / "autoencoder.jit")
+    write_released(network, released / "autoencoder.jit")
     if request.param == 8:
         table = [torch.tensor(network.config[name]).reshape(4, 3) for name in ("latents_mean", "latents_std")]
         torch.save(tuple(table), released / "mean_std.pt")
