@@ -24,7 +24,7 @@ from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 LONGEST_NAME = 230
 """Maximum bytes of a file name: the 255 of file systems, minus the suffix of temporary names."""
-_FOR_SHELL = re.compile(r"(~[\w.-]*|\$\w+|\$\{\w+\})/")
+_FOR_SHELL = re.compile(r"(~[\w.-]*|\$[A-Za-z_]\w*|\$\{\w+\})/")
 """Beginning of a path that a shell would replace."""
 
 

@@ -342,6 +342,6 @@ def test_a_path_that_the_shell_did_not_replace_is_told(path):
             resolve_config("digits_tiny", overrides=[f"{key}={path}"])
 
 
-@pytest.mark.parametrize("path", ["~", "~backup.mp4", "a/~/b", "$5.txt", "price of $1"])
+@pytest.mark.parametrize("path", ["~", "~backup.mp4", "a/~/b", "$5.txt", "$5/day", "price of $1"])
 def test_other_names_with_such_signs_are_names(path):
     assert read(path).clip == Path(path)
