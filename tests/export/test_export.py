@@ -408,7 +408,7 @@ def test_an_export_has_its_folder_alone_and_what_a_killed_one_left_goes(tmp_path
     monkeypatch.setattr(command, "check_memory", lambda *_: None)
     monkeypatch.setattr(command, "export_bundle", lambda *asked: asked)
     told, telling = multiprocessing.Pipe(duplex=False)
-    first = multiprocessing.get_context("fork").Process(target=export_half, args=[telling, out])
+    first = multiprocessing.get_context("fork").Process(target=export_half, args=[telling, out], daemon=True)
     first.start()
     assert told.recv() == "half-way"
     for name in ("exported", "link"):
