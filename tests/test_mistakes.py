@@ -96,7 +96,7 @@ MISTAKES = {
     "convert nowhere out": "nowhere does not exist: expected a directory",
     "convert foo/bar out": "foo/bar is not on this machine: run `hf download foo/bar`",
     "convert clips out": "clips is no published checkpoint: expected a directory of diffusers",
-    "convert clip.mp4 out": "clip.mp4 cannot be read: no torch.save file",
+    "convert clip.mp4 out": "clip.mp4 is no file of weights, of safetensors or torch.save",
     "convert bundle out --to comfy": "--to='comfy' is unknown; choose one of bundle",
     "export nowhere out": "nowhere does not exist: give a bundle",
     "export bundle out --format onxx": "did you mean 'onnx'?",
