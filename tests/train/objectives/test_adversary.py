@@ -101,14 +101,15 @@ def test_the_way_to_real_is_a_gradient_and_the_critic_gets_none(critic):
     assert (grad_S1P * along).sum().item() == pytest.approx(expected, rel=1e-2) and abs(expected) > 1e-3
 
 
-@pytest.mark.costs("looks at every object of the process that tests")
-def test_no_graph_is_left_behind(critic, monkeypatch):
+def test_no_graph_is_left_behind(critic, monkeypatch, request):
     """One of which a part is never gone back through would stay: what blocks keep for their backward holds itself."""
 
     def num_left():
         gc.collect()
         return sum(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in gc.get_objects())
 
+    gc.freeze()  # objects of other tests are many
+    request.addfinalizer(gc.unfreeze)
     monkeypatch.setattr(ledger, "SMALL", 0)
     torch.nn.init.normal_(critic.adversary.linear_2.weight)
     batch, before = made_and_real(), num_left()
