@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megadit.models.shared.cli.signals import ending_signals
+
 from . import budget, exports, ranks, workers
 
+_OF_USERS = (signal.SIGUSR1, signal.SIGUSR2)
 workers.take_a_share_of_the_cores()  # conftest.py of folders import torch
 
 
@@ -50,6 +54,17 @@ def pytest_runtest_setup() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Commands that run until a signal ends them leave their handlers, which a later test, or its fork, would meet."""
+    before = {number: signal.getsignal(number) for number in (*ending_signals(), *_OF_USERS)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
