@@ -294,7 +294,7 @@ SHOWN_BY = {
         "train/benchmarks/test_scaling.py::test_figures_of_a_cluster_are_rows": "--packs",
     },
     "benchmark cpu": {
-        "export/test_benchmark_cpu.py::test_every_contestant_samples_and_is_compared": "--rounds --threads --json",
+        "export/benchmark_cpu_cases.py::test_every_contestant_samples_and_is_compared": "--rounds --threads --json",
     },
     "benchmark generate": SIZE
     | {

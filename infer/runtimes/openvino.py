@@ -1,7 +1,7 @@
 """Exported networks under OpenVINO, on the CPU, in float32.
 
-Seen on a CPU with AMX and OpenVINO 2026.4: a process that has computed here dies of SIGSEGV when a forked child ends (a
-worker of a data loader). Commands that sample fork none.
+Seen with OpenVINO 2026.4: a process that has computed here dies of SIGSEGV when a forked child ends (a worker of a data
+loader). Commands that sample fork none.
 """
 
 import sys

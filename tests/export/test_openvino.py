@@ -1,7 +1,7 @@
-"""The tests of `openvino_cases.py`, in a process of their own.
+"""Tests that compute under OpenVINO (`openvino_cases.py`, `benchmark_cpu_cases.py`), in processes of their own.
 
-On CPUs with AMX a process that has computed under OpenVINO 2026.4 dies of SIGSEGV when a forked child ends, as those of
-data loaders do, which other tests start.
+A process that has computed under OpenVINO 2026.4 dies of SIGSEGV when a forked child ends, as those of data loaders do,
+which other tests start.
 """
 
 import os
@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("openvino_cases.py")
+FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.skipif(find_spec("openvino") is None, reason="openvino is not installed (megadit[openvino])")
 
 
-def run_cases(which, **environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(CASES)]
+def run_cases(file, which, **environment):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(FOLDER / file)]
     environment = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=CASES.parents[2], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
 
 def test_in_a_process_of_its_own(exported):
-    run_cases("not slow", EXPORTED=str(exported.path))
+    run_cases("openvino_cases.py", "not slow", EXPORTED=str(exported.path))
 
 
 @pytest.mark.slow
-def test_other_precisions_in_a_process_of_its_own():
-    run_cases("slow")
+@pytest.mark.parametrize("file", ["openvino_cases.py", "benchmark_cpu_cases.py"])
+def test_slow_ones_in_a_process_of_their_own(file):
+    run_cases(file, "slow")
