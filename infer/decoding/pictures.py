@@ -20,7 +20,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
 """Formats that only some builds of Pillow and its plugins read."""
 UNREADABLE = "it is not a picture in a format that Pillow supports here"
-_EXIF_BOX, _MAX_EXIF = b"JpgTiffExif->JP2", 1 << 16
+_EXIF_BOX, _MAX_EXIF, _MOST_BOXES = b"JpgTiffExif->JP2", 1 << 16, 1000
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """TIFF tag that says whether zero is white."""
@@ -68,7 +68,9 @@ def read_picture(
 def _exif_of_boxes(file: BinaryIO) -> bytes:
     """The EXIF of a JPEG 2000, in the box by which ExifTool and Exiv2 mark it; b"": none."""
     place, end = 0, file.seek(0, io.SEEK_END)
-    while place + len(_EXIF_BOX) < end:
+    for _ in range(_MOST_BOXES):
+        if place + len(_EXIF_BOX) >= end:
+            break
         file.seek(place)
         size, kind = struct.unpack(">I4s", file.read(8))
         size = struct.unpack(">Q", file.read(8))[0] if size == 1 else size or end - place

@@ -75,9 +75,10 @@ def open_tensor_file(path: Path) -> TensorSource:
 def _deeper(values: Mapping[Any, Any]) -> Any:
     """The key of a state dict: one of `NESTED`, else the only one with tensors, of EMA weights and others that of EMA
     weights."""
-    found = [key for key, value in values.items() if isinstance(value, dict) and _has_tensors(value)]
-    if known := next((key for key in NESTED if key in found), None):
-        return known
+    known: dict[int, bool] = {}
+    found = [key for key, value in values.items() if isinstance(value, dict) and _has_tensors(value, known)]
+    if usual := next((key for key in NESTED if key in found), None):
+        return usual
     if any(isinstance(value, Tensor) for value in values.values()):
         return None
     found = [key for key in found if not _OF_TRAINING.search(str(key))]
@@ -86,10 +87,14 @@ def _deeper(values: Mapping[Any, Any]) -> Any:
     return chosen[0] if len(chosen) == 1 else None
 
 
-def _has_tensors(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, dict) and depth < _MOST_NESTED:
-        return any(_has_tensors(inner, depth + 1) for inner in value.values())
-    return isinstance(value, Tensor)
+def _has_tensors(value: Any, known: dict[int, bool], depth: int = 0) -> bool:
+    """Whether tensors lie within; `known`: that of each dictionary, which many others, and itself, may hold."""
+    if not isinstance(value, dict) or depth == _MOST_NESTED:
+        return isinstance(value, Tensor)
+    if id(value) not in known:
+        known[id(value)] = False
+        known[id(value)] = any(_has_tensors(inner, known, depth + 1) for inner in value.values())
+    return known[id(value)]
 
 
 def _without_tensors(values: Any) -> str:

@@ -1,35 +1,25 @@
 """Configuration of a run from recipe, data set, YAML or TOML file and `a.b=c` overrides; later ones take precedence."""
 
 import dataclasses
-import io
-import math
-import re
-import tomllib
 import types
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.cli.setting import check_text
-from megadit.models.shared.documents import OLD_NUMBERS, check_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
-from megadit.models.shared.files import read_json, read_limited, read_yaml
+from megadit.models.shared.files import read_json, read_yaml
+from megadit.train.config.changes import first_line, flatten, parse_overrides, read_config_file, read_optional
 from megadit.train.config.compat import expand_braces, translate
 from megadit.train.config.facts import OF_DATASET, agree
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
 Config = TypeVar("Config")
-
-_LOOKED_UP = re.compile(r"\$\{[^{}]*:")
-"""OmegaConf's resolvers, such as ${oc.env:NAME}, which read values from outside the file."""
-_MOST_REFERENCES = 1000
-"""Maximum product of the numbers of references in each value, by which a value may grow."""
 
 OTHER_WORDS = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "optimizer.lr"),
@@ -57,7 +47,7 @@ def resolve_config(
         UserError: for an unknown recipe or key (naming the nearest known one), a value of the wrong type, a file that
             cannot be read, or values that contradict each other.
     """
-    from_file = _read_optional(config_file)
+    from_file = read_optional(config_file)
     named_by_file = from_file.pop("recipe", None)
     if recipe and named_by_file and recipe != named_by_file:
         raise UserError(f"--recipe {recipe} but {config_file} says recipe: {named_by_file}; drop one of them")
@@ -76,15 +66,15 @@ def change(config: Config, *, config_file: str | Path | None = None, overrides: 
     Raises:
         UserError: as `resolve_config`.
     """
-    return _changed(config, _read_optional(config_file), overrides or [])
+    return _changed(config, read_optional(config_file), overrides or [])
 
 
 def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Config:
-    updates = [from_file, _parse_overrides(overrides)]
+    updates = [from_file, parse_overrides(overrides)]
     if isinstance(config, RunConfig):
         named = [_in_our_names(OmegaConf.to_container(update)) for update in updates]
         updates = [OmegaConf.create(_with_one_length(values)) for values in named]
-        asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
+        asked = {key: value for update in updates for key, value in flatten(OmegaConf.to_container(update)).items()}
         for key, value in asked.items():
             if isinstance(value, str):
                 check_text(key, value)
@@ -128,7 +118,7 @@ def named_recipe(config_file: str | Path) -> str | None:
     Raises:
         UserError: if it cannot be read.
     """
-    return _read_config_file(config_file).get("recipe")
+    return read_config_file(config_file).get("recipe")
 
 
 def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
@@ -213,84 +203,15 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from error
-
-
-def _read_optional(path: str | Path | None) -> DictConfig:
-    return _read_config_file(path) if path is not None else OmegaConf.create({})
-
-
-def _read_config_file(path: str | Path) -> DictConfig:
-    if not Path(path).is_file():
-        shipped = Path(__file__).parents[1] / "conf" / Path(path).name
-        hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"
-        trouble = "is not a file" if Path(path).exists() else "does not exist"
-        raise UserError(f"config file {path} {trouble}; {hint}")
-    content = read_limited(path)
-    kind = "TOML" if Path(path).suffix.lower() == ".toml" else "YAML"
-    try:
-        if kind == "TOML":
-            config = OmegaConf.create(tomllib.loads(content.decode("utf-8-sig")))
-        else:
-            check_yaml(content, str(path))
-            config = OmegaConf.load(io.BytesIO(content))
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply") from None
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid {kind}: {_first_line(error)}") from error
-    if not isinstance(config, DictConfig):
-        raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
-    values = _flatten(OmegaConf.to_container(config))
-    if math.prod(max(1, str(value).count("${")) for value in values.values()) > _MOST_REFERENCES:
-        raise UserError(f"{path} refers to its own keys so often that they may grow without end; write the values out")
-    for key, value in values.items():
-        if _LOOKED_UP.search(str(value)):  # it may be the config.yaml of somebody else's run
-            raise UserError(
-                f"{path}: {key}={value} refers to something outside the file, and only references to its own keys are "
-                f"allowed; give {key}=VALUE on the command line"
-            )
-    return config
-
-
-def _parse_overrides(overrides: list[str]) -> DictConfig:
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"cannot read {override!r}; write section.key=value, such as train.train_iters=100")
-        if key[0] in "+~":
-            raise UserError(f"{override!r} would add or delete a key; write section.key=value to set a known one")
-        if not all(key.split(".")):
-            raise UserError(f"cannot read {override!r}: {key} has a dot too many")
-    values = dict(override.split("=", 1) for override in overrides)
-    for key, value in values.items():
-        if inner := next((other for other in values if other.startswith(f"{key}.")), None):
-            raise UserError(f"{key} holds several keys and cannot be set to {value!r} beside {inner}; set one of them")
-    found = OmegaConf.create()
-    for override in overrides:
-        key, _, value = override.partition("=")
-        try:
-            found.merge_with_dotlist([f'{key}="{value}"' if OLD_NUMBERS.fullmatch(value) else override])
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            raise UserError(f"cannot read {override!r}: {_first_line(error)}") from error
-    return found
+        raise UserError(first_line(error)) from error
 
 
 def _in_our_names(values: dict[str, Any]) -> dict[str, Any]:
-    return _nest(translate(_flatten(values), set(config_keys())))
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; empty mappings are dropped."""
-    flat = {}
-    for key, value in values.items():
-        if not isinstance(key, str):  # such as no, on and 1
-            raise UserError(f"the key {prefix}{key} is {type(key).__name__} to YAML; write it in quotes")
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+    return _nest(translate(flatten(values), set(config_keys())))
 
 
 def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_flatten`."""
+    """The inverse of `flatten`."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")
@@ -304,7 +225,7 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
-    keys = _flatten(OmegaConf.to_container(update))
+    keys = flatten(OmegaConf.to_container(update))
     try:
         return OmegaConf.unsafe_merge(base, update)  # in place, without copies of both
     except ConfigKeyError as error:
@@ -400,9 +321,3 @@ def _wrong_type(value: Any, hint: Any, path: str) -> UserError:
     expected = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
     quote = f"; quote it: {path}='\"{value}\"'" if hint is str and isinstance(value, int | float) else ""
     return UserError(f"{path}={value!r} is {type(value).__name__}, expected {expected}{quote}")
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return str(error).strip().partition("\n")[0]

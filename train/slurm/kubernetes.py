@@ -165,11 +165,12 @@ def _volumes(mounts: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[dict[s
     seen: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(mounts):
         source, target, *mode = mount.split(":")
-        place = {"persistentVolumeClaim": {"claimName": source}}
-        if not source.startswith("/") and not _CLAIM.fullmatch(source):
-            raise UserError(f"--kubernetes: {source} is neither a whole path nor the name of a PersistentVolumeClaim")
         if source.startswith("/"):
             place = {"hostPath": {"path": source}}
+        elif _CLAIM.fullmatch(source):
+            place = {"persistentVolumeClaim": {"claimName": source}}
+        else:
+            raise UserError(f"--kubernetes: {source} is neither a whole path nor the name of a PersistentVolumeClaim")
         volumes.append({"name": f"mount-{number}", **place})
         seen.append({"name": f"mount-{number}", "mountPath": target, **({"readOnly": True} if "ro" in mode else {})})
     return volumes, seen

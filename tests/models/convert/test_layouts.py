@@ -397,3 +397,11 @@ def test_a_dictionary_that_holds_itself_ends(with_tensors, tmp_path):
     values["model"]["model"] = values
     with pytest.raises(UserError, match=r"holds (no named tensors|tensors of another network)"):
         open_published(one(tmp_path, values, "model.pt"))
+
+
+def test_dictionaries_that_hold_each_other_many_times_are_looked_through_once(tmp_path):
+    """By ways through it there would be 40 ** 8."""
+    values = {}
+    values |= {str(key): values for key in range(40)}
+    with pytest.raises(UserError, match="holds no named tensors"):
+        open_published(one(tmp_path, values, "model.pt"))

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
+from megadit.infer.decoding.pictures import _exif_of_boxes
 from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.captions import caption_columns, captions_in, file_columns, is_blank, shortened
 from megadit.models.shared.errors import UserError
@@ -649,6 +650,15 @@ def test_a_jpeg_2000_is_turned_as_its_exif_says(tmp_path, orientation, length):
     turned, plain = (read_image(source, Settings()) for source in list_folder(tmp_path, "image").sources)
     turn = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_270}[orientation]
     assert np.array_equal(turned, plain if turn is None else plain.transpose(turn))
+
+
+@pytest.mark.parametrize(("count", "found"), [(10, b"Exif\0\0MM"), (2000, b"")])
+def test_few_boxes_of_a_jpeg_2000_are_looked_at(count, found):
+    """A file of nothing but boxes holds nobody up."""
+    box = b"uuidJpgTiffExif->JP2MM"
+    content = count * b"\0\0\0\x08free" + (len(box) + 4).to_bytes(4, "big") + box
+    exif = _exif_of_boxes(io.BytesIO(content))
+    assert exif[: len(found)] == found and bool(exif) == bool(found)
 
 
 LITTER = [
