@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,21 +36,20 @@ def export_denoiser(source, out, **settings):
 def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     """once(name, write): the folder that `write(folder)` has filled, once for all workers of a run."""
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return partial(fill_once, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 
-    def filled(name: str, write: Callable[[Path], object]) -> Path:
-        folder = shared / "once" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if lock.tell() == 0:
-                shutil.rmtree(folder)  # of one that failed
-                folder.mkdir()
-                write(folder)
-                lock.write("filled")
-        return folder
 
-    return filled
+def fill_once(shared: Path, name: str, write: Callable[[Path], object]) -> Path:
+    folder = shared / "once" / name
+    folder.parent.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if lock.seek(0, os.SEEK_END) == 0:  # the end as it is now: another worker may have written meanwhile
+            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+            folder.mkdir()
+            write(folder)
+            lock.write("filled")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The fast tests on the machines that this one can be made to look like, one after the other:
 #
-#     tests/machines.sh                              all of them
-#     tests/machines.sh avx2 one-core                these
+#     tests/machines.sh                              each of the names once, in few runs
+#     tests/machines.sh avx2 one-core                these two
+#     tests/machines.sh avx2+one-core                one that is both
 #     tests/machines.sh busy -- tests/train -k loop  these tests
-#     tests/machines.sh --list                       their names
+#     tests/machines.sh --list                       the names
 #
 # What is not to be had here (an interpreter, another user) is left out, and said so. Environments of other
 # interpreters, as `make setup` makes them, and copies stay in build/machines.
@@ -13,19 +14,12 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 FOLDER=$ROOT/build/machines
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
-AVX2=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2)
 NAMES=(native avx2 no-vectors one-core busy c-locale spaces non-root offline python3.11 python3.12 python3.13)
-NOT_HERE=77
+ALL=(native avx2+spaces no-vectors+c-locale one-core non-root+offline busy python3.11 python3.12 python3.13)
 
-tests() { # the tests, in this folder, by this interpreter, after these settings of the environment
-    local folder=$1 python=$2
-    shift 2
-    (cd "$folder" && env "$@" "$python" -m pytest -q --numprocesses "${WORKERS:-3}" "${SELECTED[@]}")
-}
-
-not_here() {
+left_out() {
     echo "$1"
-    return $NOT_HERE
+    OUTCOME="left out"
 }
 
 copied() { # this checkout, with what is not committed yet, as another folder
@@ -34,57 +28,74 @@ copied() { # this checkout, with what is not committed yet, as another folder
         tar -x -C "$1"
 }
 
-installed() { # an environment of another interpreter
-    command -v "$1" >/dev/null || not_here "there is no $1" || return
-    copied "$FOLDER/$1"
-    make -C "$FOLDER/$1" setup PYTHON="$(command -v "$1")" && tests "$FOLDER/$1" .venv/bin/python
+prepare() { # sets where, as whom and within what the tests run on a machine of this name
+    case $1 in
+    native) ;;
+    avx2) SETTINGS+=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2) ;;
+    no-vectors) SETTINGS+=(ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41) ;;
+    one-core)
+        command -v taskset >/dev/null || { left_out "there is no taskset" && return; }
+        WITHIN+=(taskset -c "$("$PYTHON" -c 'import os; print(min(os.sched_getaffinity(0)))')")
+        ;;
+    busy) IS_BUSY=yes ;;
+    c-locale) SETTINGS+=(LANGUAGE='' LANG=C LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0) ;;
+    spaces) COPY="a path with spaces" ;;
+    non-root)
+        [[ $(id -u) == 0 ]] || { left_out "nobody here is root" && return; }
+        command -v setpriv >/dev/null || { left_out "there is no setpriv" && return; }
+        COPY=${COPY:-megadit} COPIES=$(mktemp -d) OWNER=nobody
+        SETTINGS+=(HOME="$COPIES" TMPDIR="$COPIES")
+        WITHIN+=(setpriv --reuid nobody --clear-groups)
+        ;;
+    offline)
+        local user=-n # only root needs no user of its own, in which it could not become another one
+        unshare -n true 2>/dev/null || user=-rn
+        unshare $user true 2>/dev/null || { left_out "no network can be taken away" && return; }
+        WITHIN=(unshare $user sh -c 'ip link set lo up && exec "$@"' sh "${WITHIN[@]}")
+        ;;
+    python3.*)
+        command -v "$1" >/dev/null || { left_out "there is no $1" && return; }
+        COPY=${COPY:-$1} INTERPRETER=$(command -v "$1")
+        ;;
+    esac
 }
 
 run() {
-    case $1 in
-    native) tests "$ROOT" "$PYTHON" ;;
-    avx2) tests "$ROOT" "$PYTHON" "${AVX2[@]}" ;;
-    no-vectors) tests "$ROOT" "$PYTHON" ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 ;;
-    one-core)
-        command -v taskset >/dev/null || not_here "there is no taskset" || return
-        tests "$ROOT" "$PYTHON" taskset -c "$("$PYTHON" -c 'import os; print(min(os.sched_getaffinity(0)))')"
-        ;;
-    busy)
+    local COPIES=$FOLDER COPY='' INTERPRETER='' OWNER='' IS_BUSY='' SETTINGS=() WITHIN=() folder=$ROOT python=$PYTHON
+    OUTCOME=passed
+    for name in ${1//+/ }; do
+        prepare "$name"
+    done
+    [[ $OUTCOME == passed ]] || return 0
+    if [[ $COPY ]]; then
+        folder=$COPIES/$COPY
+        copied "$folder"
+        SETTINGS+=(PYTHONPATH="$folder")
+    fi
+    if [[ $INTERPRETER ]]; then
+        python=.venv/bin/python
+        make -C "$folder" setup PYTHON="$INTERPRETER" || OUTCOME=failed
+    fi
+    [[ -z $OWNER ]] || chown -R "$OWNER" "$COPIES"
+    if [[ $IS_BUSY ]]; then
         (while :; do :; done) &
-        local busy=$! code=0
-        tests "$ROOT" "$PYTHON" || code=$?
-        kill "$busy"
-        return $code
-        ;;
-    c-locale) tests "$ROOT" "$PYTHON" -u LANGUAGE LANG=C LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 ;;
-    spaces)
-        copied "$FOLDER/a path with spaces"
-        tests "$FOLDER/a path with spaces" "$PYTHON" PYTHONPATH="$FOLDER/a path with spaces"
-        ;;
-    non-root)
-        [[ $(id -u) == 0 ]] || not_here "nobody here is root" || return
-        command -v setpriv >/dev/null || not_here "there is no setpriv" || return
-        local home
-        home=$(mktemp -d) && copied "$home/megadit" && chown -R nobody "$home"
-        local code=0
-        tests "$home/megadit" "$PYTHON" HOME="$home" TMPDIR="$home" PYTHONPATH="$home/megadit" \
-            setpriv --reuid nobody --clear-groups || code=$?
-        rm -rf "$home"
-        return $code
-        ;;
-    offline)
-        unshare -rn true 2>/dev/null || not_here "no network can be taken away" || return
-        tests "$ROOT" "$PYTHON" unshare -rn sh -c 'ip link set lo up && exec "$@"' sh
-        ;;
-    python3.*) installed "$1" ;;
-    *) echo "$1 is none of ${NAMES[*]}" && return 2 ;;
-    esac
+    fi
+    cd "$folder" && env "${SETTINGS[@]}" "${WITHIN[@]}" \
+        "$python" -m pytest -q --numprocesses "${WORKERS:-3}" "${SELECTED[@]}" || OUTCOME=failed
+    [[ -z $IS_BUSY ]] || kill $!
+    [[ -z $OWNER ]] || rm -rf "$COPIES"
+}
+
+are_names() {
+    for name in ${1//+/ }; do
+        [[ " ${NAMES[*]} " == *" $name "* ]] || return
+    done
 }
 
 CHOSEN=()
 while (($#)) && [[ $1 != -- ]]; do
     [[ $1 != --list ]] || { printf '%s\n' "${NAMES[@]}" && exit; }
-    [[ " ${NAMES[*]} " == *" $1 "* ]] || { echo "$1 is none of ${NAMES[*]}" >&2 && exit 2; }
+    are_names "$1" || { echo "$1 is none of ${NAMES[*]}" >&2 && exit 2; }
     CHOSEN+=("$1")
     shift
 done
@@ -93,16 +104,12 @@ SELECTED=(-m "not slow" "$@")
 
 FAILED=0
 SUMMARY=()
-((${#CHOSEN[@]})) || CHOSEN=("${NAMES[@]}")
-for name in "${CHOSEN[@]}"; do
-    echo "--- $name"
-    code=0
-    run "$name" || code=$?
-    case $code in
-    0) SUMMARY+=("$name: passed") ;;
-    "$NOT_HERE") SUMMARY+=("$name: left out") ;;
-    *) SUMMARY+=("$name: failed") FAILED=1 ;;
-    esac
+((${#CHOSEN[@]})) || CHOSEN=("${ALL[@]}")
+for machine in "${CHOSEN[@]}"; do
+    echo "--- $machine"
+    run "$machine"
+    SUMMARY+=("$machine: $OUTCOME")
+    [[ $OUTCOME != failed ]] || FAILED=1
 done
 printf '%s\n' "${SUMMARY[@]}"
 exit $FAILED
