@@ -91,7 +91,9 @@ class ShardReader(ShardInfosITarReader):
 
     def _get_itarfile_cached(self, tar_file_id: int) -> ITarFile:
         if tar_file_id not in self.itar_files_cache:
-            file = self.tar_filepaths[tar_file_id].open(mode="rb")
+            path = self.tar_filepaths[tar_file_id]
+            # local files as they are: Energon's storage client would count, and time, each read of a header
+            file = open(path.local_path(), "rb") if path.is_local() else path.open(mode="rb")
             self.itar_files_cache[tar_file_id] = _Shard.open(fileobj=file, mode="r:")
         return super()._get_itarfile_cached(tar_file_id)
 

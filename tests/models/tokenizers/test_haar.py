@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
+from megadit.models.tokenizers import HaarTokenizer, haar, load_tokenizer
 from megadit.models.tokenizers.haar import haar_matrix, psnr
 
 
@@ -76,6 +76,18 @@ def test_latents_do_not_depend_on_later_frames(fitted, is_fitted):
     torch.testing.assert_close(latents[:, :, :2], others[:, :, :2], rtol=0, atol=1e-6)
     assert (latents[:, :, 2] - others[:, :, 2]).abs().max() > 0.1
     torch.testing.assert_close(tokenizer.encode(video[:, :, :1]), latents[:, :, :1], rtol=0, atol=1e-6)
+
+
+def test_a_batch_has_the_latents_and_pixels_of_its_videos_and_is_transformed_a_few_at_once(fitted, monkeypatch):
+    videos = moving_squares(5)
+    latents, at_once = fitted.encode(videos), []
+    monkeypatch.setattr(haar, "_PIXELS_AT_ONCE", 2 * videos[0].numel())
+    of_few = haar.HaarTokenizer._to_coefficients
+    monkeypatch.setattr(haar.HaarTokenizer, "_to_coefficients", lambda *a: at_once.append(len(a[1])) or of_few(*a))
+    assert torch.equal(fitted.encode(videos), latents) and at_once == [2, 2, 1]
+    alone = torch.cat([fitted.decode(latents_CTHW[None]) for latents_CTHW in latents])
+    assert torch.equal(fitted.decode(latents), alone)
+    assert fitted.encode(videos[:0]).shape == (0, *latents.shape[1:])
 
 
 def test_first_frame_has_no_temporal_detail():
