@@ -140,11 +140,11 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
     match Path(path).suffix.lower():
         case ".jsonl":
             return [
-                _described(f"{path}, line {number}", parse_json(line, f"{path}, line {number}"))
+                _described(f"{path}, line {number}", parse_json(line, f"{path}, line {number}", is_by_hand=True))
                 for number, line in numbered
             ]
         case ".json":
-            return _listed(path, parse_json(text, path))
+            return _listed(path, parse_json(text, path, is_by_hand=True))
         case ".txt" | "":
             return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
     raise UserError(f"{path}: give prompts in a file that ends in .txt (one a line), .jsonl or .json (a list)")

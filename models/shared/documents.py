@@ -8,6 +8,7 @@ import math
 import pickletools
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable
 from typing import IO, Any
 
@@ -38,10 +39,13 @@ OLD_NUMBERS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-def parse_json(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
+def parse_json(
+    text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_finite: bool = True, is_by_hand: bool = False
+) -> Any:
     """The value of an untrusted JSON document; `where` begins error messages: "the body".
 
-    With `is_finite` every number fits a float64: neither NaN nor Infinity, which are not JSON, nor 1e999.
+    With `is_finite` every number fits a float64: neither NaN nor Infinity, which are not JSON, nor 1e999. In a document
+    that was written by hand no object may have a name twice: the last one would count, in silence.
 
     Raises:
         UserError: if it is not valid JSON (half a surrogate pair in a string, which nothing can store as UTF-8,
@@ -53,7 +57,8 @@ def parse_json(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_
         _check_depth((_STEPS.get(found[0], 0) for found in _BRACKETS.finditer(text)), where)
         if not is_finite:
             return json.loads(text)
-        value = json.loads(text, parse_constant=_refused, parse_float=_finite_float, parse_int=_finite_int)
+        numbers = {"parse_constant": _refused, "parse_float": _finite_float, "parse_int": _finite_int}
+        value = json.loads(text, object_pairs_hook=_without_doubles if is_by_hand else None, **numbers)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -180,6 +185,15 @@ def _finite_float(text: str) -> float:
 def _finite_int(text: str) -> int:
     _finite_float(text)
     return int(text)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without a name that it has twice; raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        double = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has {double[:40]!r} twice; give it once")
+    return found
 
 
 def _refused(text: str) -> Any:

@@ -16,6 +16,11 @@ def is_bundle(path: str | os.PathLike) -> bool:
     return (Path(path) / MANIFEST_FILE).is_file() and (Path(path) / "transformer").is_dir()
 
 
+def is_within_bundle(path: str | os.PathLike) -> bool:
+    """Whether the path, or any parent, is a bundle's folder."""
+    return any(map(is_bundle, (path, *Path(path).absolute().parents)))
+
+
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Writes megadit.json with the size and checksum of every other file in `directory`."""
     names = [name for name in _file_names(directory) if name != MANIFEST_FILE]

@@ -11,6 +11,7 @@ from typing import Any
 
 from megadit.models.shared.cli.rules import Rule, accepted_by, enforce
 from megadit.models.shared.files import can_be_folder
+from megadit.models.storage.manifest import is_within_bundle
 from megadit.train.config.computing_rules import COMPUTING
 from megadit.train.config.facts import OF_DATASET, Run
 from megadit.train.config.learning_rules import LEARNING
@@ -185,6 +186,11 @@ RULES: tuple[Rule[Run], ...] = (
         when=lambda run: run.starts_here and run.train.output_dir is not None,
         needs=lambda run: can_be_folder(run.train.output_dir),
         remedy="{train.output_dir=} cannot be a folder: there is a file of that name; give another",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.train.output_dir is not None,
+        needs=lambda run: not is_within_bundle(run.train.output_dir),
+        remedy="{train.output_dir=} is a bundle, or lies in one; give another folder",
     ),
     accepted_by(check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
     accepted_by(check_copy_url, when=attrgetter("starts_here")),

@@ -19,7 +19,7 @@ from megadit.models.shared.cores import prepare_threads
 from megadit.models.shared.errors import OF_PATHS, AlreadyReportedError, StoppedError, UserError, nearest
 from megadit.models.shared.memory import memory_in_words
 
-SIDES = re.compile(r"\d+x\d+")
+SIDES = re.compile(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*")
 """Height and width."""
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
@@ -76,8 +76,8 @@ class CommandParser(argparse.ArgumentParser):
             text = value if name else argument
             action = self._option_string_actions.get(name or (apart[-1] if apart else ""))
             has_two_values = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
-            if has_two_values and SIDES.fullmatch(text):
-                apart += [*([name] if name else []), *text.split("x")]
+            if has_two_values and (sides := SIDES.fullmatch(text)):
+                apart += [*([name] if name else []), *sides.groups()]
             else:
                 apart.append(argument)
         return apart

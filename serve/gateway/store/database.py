@@ -214,6 +214,8 @@ def in_a_line(error: SQLAlchemyError) -> str:
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
+_SQLITE = b"SQLite format 3\0"
+"""First bytes of a database file."""
 _POOL: dict[str, Any] = {"pool_size": 48, "pool_timeout": _SECONDS_FOR_A_PLACE, "hide_parameters": True}
 """Options of the engine; parameters of statements are hidden, since they hold prompts."""
 
@@ -224,8 +226,13 @@ def _engine(url: str) -> Engine:
         if parsed.get_backend_name() == "sqlite":
             if parsed.database in (None, "", ":memory:"):
                 raise ArgumentError("it has no file")
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-            Path(parsed.database).touch(mode=0o600)  # it holds the secrets of webhooks
+            path = Path(parsed.database)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # it holds the secrets of webhooks
+            with path.open("rb") as file:
+                head = file.read(len(_SQLITE))
+            if head not in (b"", _SQLITE):  # SQLite itself overwrites files of few bytes
+                raise ArgumentError("it is another file")
             waiting = {"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK}
             engine = create_engine(parsed, **_POOL, connect_args=waiting)
             event.listen(engine, "connect", _prepare_sqlite)
@@ -239,7 +246,7 @@ def _engine(url: str) -> Engine:
         return engine
     except (ArgumentError, ValueError):  # their messages hold the URL
         raise UserError(
-            f"{shown(url)!r} is not a job store; give a file, or a URL such as postgresql+psycopg://..."
+            f"{shown(url)!r} is not a job store; give a file of its own, or a URL such as postgresql+psycopg://..."
         ) from None
     except ModuleNotFoundError as error:
         raise UserError(f"the job store {shown(url)} needs {error.name}, which is not installed") from error

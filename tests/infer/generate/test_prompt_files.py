@@ -47,3 +47,12 @@ def test_a_url_is_no_folder_to_write_to(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="s3://bucket/a.mp4 is a URL"):
         output_paths("s3://bucket/a.mp4", [])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["prompts.json", "prompts.jsonl"])
+def test_an_object_has_a_name_once(name, tmp_path):
+    path = tmp_path / name
+    line = '{"prompt": "a red seven", "seed": 3, "seed": 4}'
+    path.write_text(f"[{line}]" if path.suffix == ".json" else line)
+    with pytest.raises(UserError, match="prompts.json.* is not valid JSON: an object has 'seed' twice; give it once"):
+        prompt_lines(str(path))

@@ -433,6 +433,7 @@ BREACHES = (
     on_start(
         "train.output_dir=a_bundle/megadit.json cannot be a folder", train={"output_dir": "a_bundle/megadit.json"}
     ),
+    on_start("train.output_dir=a_bundle/runs/a is a bundle, or lies in one", train={"output_dir": "a_bundle/runs/a"}),
     on_start("iter_0000001 was written with train.seed=-7, which is", train={"output_dir": "a_run"}),
     on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
     # the data set
@@ -476,7 +477,7 @@ BREACHES = (
 @pytest.fixture
 def found(tmp_path, monkeypatch):
     """found(breach, of=RULES): the first of the rules that is broken, and its message; or (None, "")."""
-    (tmp_path / "a_bundle").mkdir()
+    (tmp_path / "a_bundle" / "transformer").mkdir(parents=True)
     (tmp_path / "a_bundle" / "megadit.json").write_text("{}")
     (tmp_path / "damaged/.nv-meta").mkdir(parents=True)
     write_json(tmp_path / "damaged/.nv-meta/.info.json", {"shard_counts": {"train-000000.tar": 1}})

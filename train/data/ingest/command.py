@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megadit.models.shared.cli.command import SIDES
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError, choose_one
@@ -392,10 +393,9 @@ def _range(text: str) -> range:
 def _sizes(text: str) -> tuple[tuple[int, int], ...]:
     sizes = []
     for part in text.split(","):
-        height, x, width = part.partition("x")
-        if not x:
+        if not (sides := SIDES.fullmatch(part)):
             raise UserError(f"--sizes: {part!r} is no size; write heights and widths such as 256x256,192x320")
-        sizes.append((_whole("sizes", height), _whole("sizes", width)))
+        sizes.append(tuple(map(int, sides.groups())))
     return tuple(sorted(set(sizes)))
 
 

@@ -291,7 +291,9 @@ class PictureOptions:
     crop: tuple[int, int] | None = setting(None, "height and width")
 
 
-@pytest.mark.parametrize("words", [["--size", "64x96"], ["--size=64x96"], ["--size", "64", "96"]])
+@pytest.mark.parametrize(
+    "words", [["--size", "64x96"], ["--size=64X96"], ["--size", "64 × 96"], ["--size", "64", "96"]]
+)
 def test_a_size_stands_for_height_and_width(words):
     read = read_options(PictureOptions, words, prog="picture")
     assert (read.sides.height, read.sides.width) == (64, 96)

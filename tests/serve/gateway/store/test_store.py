@@ -182,6 +182,15 @@ def test_a_damaged_store_is_told_of_in_a_line(tmp_path, capsys):
             assert "the job store" in told
 
 
+@pytest.mark.parametrize("content", ["a", "a note", "SQLite format 4" + 600 * "."])
+def test_a_file_that_is_no_store_is_left_as_it_is(content, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(UserError, match="notes.txt' is not a job store; give a file of its own"):
+        Database(str(path))
+    assert path.read_text() == content
+
+
 def test_who_lost_a_job_changes_nothing(database, jobs, keys):
     """A gateway that was taken for dead comes back while another runs its job."""
     submit(jobs, keys[0])
