@@ -43,6 +43,8 @@ prepare() { # sets where, as whom and within what the tests run on a machine of 
     non-root)
         [[ $(id -u) == 0 ]] || { left_out "nobody here is root" && return; }
         command -v setpriv >/dev/null || { left_out "there is no setpriv" && return; }
+        setpriv --reuid nobody --clear-groups sh -c "exec '$PYTHON' -c ''" 2>/dev/null ||
+            { left_out "$PYTHON lies in a folder that other users may not enter" && return; }
         COPY=${COPY:-megadit} COPIES=$(mktemp -d) OWNER=nobody
         SETTINGS+=(HOME="$COPIES" TMPDIR="$COPIES")
         WITHIN+=(setpriv --reuid nobody --clear-groups)
