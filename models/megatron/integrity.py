@@ -15,6 +15,7 @@ import pickle
 import re
 from collections.abc import Iterable
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,14 @@ def _member(kind: Any, name: Any) -> Enum:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of distributed checkpoints, with the description read by `read_description`."""
+    """torch's reader of distributed checkpoints, with the description read by `read_description`, once."""
+
+    @cached_property
+    def _description(self) -> Metadata:
+        return read_description(Path(self.path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        description = read_description(Path(self.path))
+        description = self._description
         description.storage_meta = description.storage_meta or StorageMeta()
         description.storage_meta.load_id = self.load_id
         return description

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megadit.models.megatron import integrity
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, check_checkpoint, checkpoint_name, read_network
 from megadit.models.megatron.integrity import (
     SUMS,
     DamagedCheckpointError,
+    SafeReader,
     checksums,
     file_names,
     read_description,
@@ -174,6 +176,16 @@ def test_bytes_that_torch_would_unpickle_are_refused(copies):
     rewrite_description(path, lambda found: found.state_dict_metadata.update({"model.dit.a": BytesStorageMetadata()}))
     with pytest.raises(DamagedCheckpointError, match="is not a tensor"):
         check_checkpoint(path)
+
+
+def test_a_description_is_read_once_for_all_tensors(copies, monkeypatch):
+    """Of a large network it has many megabytes, each of which Python looks at."""
+    found, read = [], integrity.read_description
+    monkeypatch.setattr(integrity, "read_description", lambda directory: found.append(directory) or read(directory))
+    reader = SafeReader(copies / checkpoint_name(2) / TENSORS)
+    tensors = {name: torch.empty(9, 7) for name in reader.read_metadata().state_dict_metadata}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    assert len(found) == 1
 
 
 def test_files_elsewhere_are_refused(copies):
