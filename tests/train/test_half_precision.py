@@ -54,10 +54,10 @@ def test_it_learns_as_bf16_does(run_ranks, tmp_path, read_metrics):
 
 def test_a_killed_run_continues_exactly(kill_in_the_middle, run_ranks, tmp_path, read_metrics, same):
     """The scale goes down and up on the way."""
-    settings = ("train.train_iters=36", "checkpoint.save_interval=7", "train.loss_scale_window=5")
+    settings = ("train.train_iters=24", "checkpoint.save_interval=7", "train.loss_scale_window=5")
     command = (*HALF, *settings, "train.loss_scale=131072", *LAYOUTS["distributed optimizer"])
     run_ranks(2, *command, f"train.output_dir={tmp_path / 'whole'}")
-    kill_in_the_middle(36, tmp_path / "cut", *command)
+    kill_in_the_middle(24, tmp_path / "cut", *command)
     assert "continuing from" in run_ranks(2, *command, f"train.output_dir={tmp_path / 'cut'}")[0]
     whole, cut = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "cut")
     assert same(cut, whole)

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NUM_KILLS = 2
-STEPS = 36
+STEPS = 24
 SETTINGS = (
     *(f"train.train_iters={STEPS}", "train.precision=fp32", "optimizer.lr=0.002", "logger.tensorboard=false"),
     *("checkpoint.save_interval=4", "checkpoint.keep_last=3", "validation.interval=6", "validation.num_batches=1"),
@@ -23,7 +23,7 @@ MOMENTS = ("step", "save", "validation")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["in the process", "4 workers"])
+@pytest.fixture(scope="module", params=[0, 2], ids=["in the process", "2 workers"])
 def uninterrupted(request, run_ranks, tiny_arguments, tmp_path_factory, read_metrics):
     """(command but for its folder, metrics)."""
     out = tmp_path_factory.mktemp("uninterrupted")

@@ -9,7 +9,7 @@ from megadit.models.megatron.checkpoint import find_checkpoints
 
 pytestmark = pytest.mark.slow
 
-STEPS = 26
+STEPS = 20
 ARGUMENTS = (
     *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock"),
     *(f"train.train_iters={STEPS}", "validation.interval=0", "checkpoint.save_interval=7", "logger.tensorboard=false"),

@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(
     room = size_of(cut_short) + size_of(checkpoints / "iter_0000006") // 2
     (tmp_path / "disk").mkdir()
     places = [str(tmp_path / "disk"), str(room), str(cut_short), str(tmp_path / "left")]
-    command = [sys.executable, *arguments("later")[:-1], "--nproc", "2"]
+    command = [sys.executable, *arguments("later")[:-1]]
     done = subprocess.run(
         [*own_mounts, "sh", "-c", ON_A_SMALL_DISK, "sh", *places, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
