@@ -15,7 +15,7 @@ from megadit.models.megatron.checkpoint import find_checkpoints
 
 pytestmark = pytest.mark.slow
 
-STEPS = 100
+STEPS = 60
 RUN = (
     *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", f"train.train_iters={STEPS}"),
     *("validation.interval=0", "checkpoint.save_interval=7", "checkpoint.keep_last=2", "logger.tensorboard=false"),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -110,8 +111,21 @@ def test_ranks_are_numbers(tmp_path, capsys, text):
     assert f"--ranks {text}: write numbers of ranks" in capsys.readouterr().err
 
 
+@pytest.fixture
+def forked_benchmark(run_ranks, monkeypatch):
+    """The ranks of `megadit benchmark train` are forked."""
+
+    def run(command, **_):
+        _, *words, option, ranks = command
+        assert option == "--nproc"
+        run_ranks(int(ranks), *words)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(scaling.subprocess, "run", run)
+
+
 @pytest.mark.slow
-def test_ranks_of_this_machine_are_measured(tmp_path, capsys):
+def test_ranks_of_this_machine_are_measured(tmp_path, forked_benchmark):
     command = [str(tmp_path), "--recipe", "digits_tiny", "--ranks", "1,2,4096", "--steps", "2"]
     for _ in range(2):  # the second finds its rows measured
         assert scaling.main(command) == 0
