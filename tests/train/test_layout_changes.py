@@ -1,7 +1,8 @@
-"""A run may change its layout whenever it is continued: its losses stay those of one rank."""
+"""A run may change its layout and its number of ranks whenever it is continued: its losses stay those of one rank."""
 
 import json
-from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -20,45 +21,26 @@ DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 FSDP = {"data_parallel": "fsdp"}
 DEEP = {"model": {"num_layers": 4}}
 """Enough for four stages."""
-LAYOUTS = {
-    "distributed optimizer": DISTRIBUTED,
-    "tp, sp, cp": {**SP, **CP},
-    "vpp, distributed optimizer": {**VPP, **DISTRIBUTED},
-    "fsdp, ring": {**RING, **FSDP},
-    "pp4": {"pipeline_model_parallel_size": 4},
-    "tp, sp, fsdp": {**SP, **FSDP},
-}
-"""On four ranks, in turn."""
-
-
-def pairs_of(ranks):
-    """Each with the next in a circle."""
-    names = list(PAIRED[ranks])
-    return list(zip(names, [*names[1:], names[0]], strict=True))
-
-
-PAIRED = {
-    2: {
-        "distributed optimizer": DISTRIBUTED,
-        "tp, sp": SP,
-        "ring": RING,
-        "vpp": VPP,
-        "fsdp": FSDP,
-    },
-    4: {
-        "tp, cp": {**TP, **CP},
-        "pp, tp, sp": {**PP, **SP},
-        "fsdp, tp, sp": {**SP, **FSDP},
-        "vpp, distributed optimizer": {**VPP, **DISTRIBUTED},
-        "ring, distributed optimizer": {**RING, **DISTRIBUTED},
-    },
-}
-"""On so many ranks, each before and after others: who reads a checkpoint does not know who wrote it."""
-PAIRS = [(ranks, *pair) for ranks in PAIRED for pair in pairs_of(ranks)]
-ACROSS = list(zip(PAIRED[2], PAIRED[4], strict=True))
-"""On four ranks, after those on two."""
+LAYOUTS = [
+    (2, "distributed optimizer", DISTRIBUTED),
+    (2, "tp, sp", SP),
+    (2, "ring", RING),
+    (2, "vpp", VPP),
+    (2, "fsdp", FSDP),
+    (4, "tp, cp", {**TP, **CP}),
+    (4, "pp, tp, sp", {**PP, **SP}),
+    (4, "fsdp, tp, sp", {**SP, **FSDP}),
+    (4, "vpp, distributed optimizer", {**VPP, **DISTRIBUTED}),
+    (4, "fsdp, ring", {**RING, **FSDP}),
+    (4, "ring, distributed optimizer", {**RING, **DISTRIBUTED}),
+    (4, "pp4", {"pipeline_model_parallel_size": 4}),
+    (2, "sp after four stages", SP),
+    (1, "one rank", {}),
+    (4, "four copies after one", {}),
+]
+"""(ranks, name, layout), in turn: who reads a checkpoint does not know who wrote it."""
 STEPS = 2
-FEW = 2
+"""Under each: more than one, as the first hides a wrong state of Adam."""
 
 
 def run_all(run_ranks, count, out, runs):
@@ -78,42 +60,20 @@ def expected(run_ranks, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def chain(run_ranks, tmp_path_factory):
-    """A run through all layouts, in turn."""
-    out = tmp_path_factory.mktemp("four")
-    cases = [{**DEEP, "parallel": parallel} for parallel in LAYOUTS.values()]
-    runs = [{"folder": "chain", "iters": STEPS * (place + 1), "case": case} for place, case in enumerate(cases)]
-    run_all(run_ranks, 4, out, runs)
-    return losses(out / "chain")
+def found(run_ranks, tmp_path_factory):
+    """Losses of a run through all layouts."""
+    out = tmp_path_factory.mktemp("changes")
+    runs = [
+        (ranks, {"folder": "run", "iters": STEPS * place, "case": {**DEEP, "parallel": layout}})
+        for place, (ranks, _, layout) in enumerate(LAYOUTS, start=1)
+    ]
+    for ranks, together in groupby(runs, key=itemgetter(0)):
+        run_all(run_ranks, ranks, out, [run for _, run in together])
+    return losses(out / "run")
 
 
-@pytest.fixture(scope="module")
-def pairs(run_ranks, tmp_path_factory):
-    """pairs(ranks): the folder of runs with each layout for a few steps, and after it each other."""
-
-    @cache
-    def get(ranks):
-        out = tmp_path_factory.mktemp("pairs")
-        cases = {name: {**DEEP, "parallel": parallel} for name, parallel in PAIRED[ranks].items()}
-        runs = [{"folder": name, "iters": FEW, "case": case} for name, case in cases.items()]
-        changes = [(before, before, after) for before, after in pairs_of(ranks)]
-        if ranks == 4:
-            changes += [(before, str(get(2) / before), after) for before, after in ACROSS]
-        for before, copy_of, after in changes:
-            folder = f"{before} to {after}"
-            runs.append({"folder": folder, "iters": 2 * FEW, "case": cases[after], "copy_of": copy_of})
-        run_all(run_ranks, ranks, out, runs)
-        return out
-
-    return get
-
-
-def test_a_chain_of_layouts(chain, expected):
-    assert chain == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(("ranks", "before", "after"), [*PAIRS, *((4, *pair) for pair in ACROSS)])
-def test_every_layout_after_every_other(pairs, expected, ranks, before, after):
-    found = losses(pairs(ranks) / f"{before} to {after}")
-    assert len(found) == 2 * FEW, "more than one step: the first hides a wrong state of Adam"
-    assert found == pytest.approx(expected[: 2 * FEW], rel=1e-5)
+@pytest.mark.parametrize("name", [name for _, name, _ in LAYOUTS])
+def test_every_layout_continues_what_another_began(found, expected, name):
+    assert len(found) == len(expected)
+    first = STEPS * [each for _, each, _ in LAYOUTS].index(name)
+    assert found[first : first + STEPS] == pytest.approx(expected[first : first + STEPS], rel=1e-5)

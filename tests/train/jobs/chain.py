@@ -1,12 +1,10 @@
 """Runs of a small network, one after another, each under a layout of its own; every rank runs it.
 
-Usage: chain.py OUT; OUT/runs.json is a list of {"folder", "iters", "case", "copy_of"}: a run in OUT/folder, continued
-from what is there (or in a copy of another folder).
+Usage: chain.py OUT; OUT/runs.json is a list of {"folder", "iters", "case"}: a run in OUT/folder, continued from what
+is there.
 """
 
 import json
-import os
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +23,7 @@ from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train.engine.loop import train  # noqa: E402
 
 
-def run(out, folder, iters, case, copy_of=None):
-    if copy_of is not None and os.environ.get("RANK", "0") == "0":
-        shutil.copytree(out / copy_of, out / folder)
+def run(out, folder, iters, case):
     config = run_config(out / folder, case)
     train(
         replace(
