@@ -166,7 +166,7 @@ SHOWN_BY = {
         ),
         "train/test_flags.py::test_options_of_the_command": "--nproc --dry-run",
         "train/plan/test_plan.py::test_plan_says_the_best_layout_why_and_what_does_not_fit": "--plan --gpus --gpu",
-        "train/plan/test_tune.py::test_the_fastest_of_four_on_two_ranks_trains": (
+        "train/plan/test_tune.py::test_the_faster_of_two_on_two_ranks_trains": (
             "--tune --top --tune_steps --tune_seconds"
         ),
         "train/plan/test_budget.py::test_it_is_printed": "--explain",

@@ -27,7 +27,7 @@ from megadit.train.engine.step import train_step  # noqa: E402
 from megadit.train.optim import optimizer
 from megadit.train.optim.state import held  # noqa: E402
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 asked = []
 
 
