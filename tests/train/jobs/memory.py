@@ -1,11 +1,12 @@
-"""Prints, as JSON, what one rank of a small run holds: bytes of its tensors, and the process's peak over a step.
+"""Prints, as JSON, what one rank of each small run holds: bytes of its tensors, and the process's peak over a step.
 
-memory.py a.b=c ...        overrides of the recipe digits_tiny
+Usage: memory.py RUNS, {name: overrides of the recipe digits_tiny}; each runs in a process forked from this one.
 """
 
 import ctypes
 import gc
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,9 +22,9 @@ from megadit.train.engine.step import train_step  # noqa: E402
 
 
 def resident(kind: str) -> int:
-    """Bytes; VmRSS is now, VmHWM the most since the last `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
-    return int(line.split()[1]) * 1024
+    """Bytes, but for pages of files, which calls of code read; VmRSS is now, VmHWM the most since `settle`."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * (int(lines[kind].split()[0]) - int(lines["RssFile"].split()[0]))
 
 
 def settle() -> int:
@@ -55,7 +56,7 @@ def tensor_bytes(training) -> dict[str, int]:
     }
 
 
-def main(overrides: list[str]) -> None:
+def measure(overrides: list[str]) -> dict[str, int]:
     config = resolve_config("digits_tiny", overrides=["data.mock=true", *overrides])
     groups = start_processes(config)
     batches = TrainBatches(config, groups)
@@ -71,8 +72,17 @@ def main(overrides: list[str]) -> None:
     networks += [] if training.teacher is None else [training.teacher.network]
     tensors = {id(p): p for network in networks for p in network.parameters()}  # one of several networks counts once
     held["parameters"] = sum(p.numel() * p.element_size() for p in tensors.values())
-    print(json.dumps({**held, "resting": settled - before, "peak": resident("VmHWM") - before}))
+    return {**held, "resting": settled - before, "peak": resident("VmHWM") - before}
+
+
+def main(runs: dict[str, list[str]]) -> None:
+    for name, overrides in runs.items():
+        if pid := os.fork():
+            assert os.waitpid(pid, 0)[1] == 0, name
+        else:
+            print(json.dumps({name: measure(overrides)}), flush=True)
+            os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(json.loads(sys.argv[1]))
