@@ -20,6 +20,7 @@ BASE = (
     *("--recipe", "digits_tiny", "train.output_dir={out}", "train.precision=fp32", "train.num_threads=1"),
     *("train.train_iters=3", "optimizer.lr=0.02", "optimizer.lr_warmup_iters=0", "data.mock=true"),
     *("validation.interval=0", "checkpoint.save_interval=100", "logger.tensorboard=false"),
+    "data.global_batch_size=1",
 )
 REAL = (
     *("data.mock=false", "data.path={data}", "data.num_workers=0", "data.seq_length=64"),
@@ -145,8 +146,8 @@ EFFECTS = {
     "data.mock": told("true", *REAL),
     "data.seq_length": told("128"),
     "data.text_seq_length": told("16"),
-    "data.micro_batch_size": seen("layout", "2"),
-    "data.global_batch_size": told("4"),
+    "data.micro_batch_size": seen("layout", "2", "data.global_batch_size=2"),
+    "data.global_batch_size": told("2"),
     "data.num_workers": told("2", *REAL),
     "data.packing_buffer_size": told("2", *REAL),
     "data.balance": told("tokens", *REAL, "data.packing_buffer_size=40"),
@@ -308,6 +309,8 @@ FINISHED = "finished"
 """A run of `BASE` that others start from."""
 TENSORS = ("names", "weights")
 """What is seen in a checkpoint: it is read where that is looked at."""
+OF_SAVING = (*TENSORS, "files", "there", "printed", "events", "error")
+"""What depends on checkpoints."""
 
 
 def test_every_field_has_an_entry():
@@ -329,9 +332,9 @@ def runs():
     return planned
 
 
-def with_tensors():
-    """Names of the runs whose checkpoint is looked at."""
-    seen = [key for key, effect in EFFECTS.items() if effect.sees in TENSORS]
+def seen_in(places):
+    """Names of the runs of which any of these is looked at."""
+    seen = [key for key, effect in EFFECTS.items() if effect.sees in places]
     return {FINISHED, "finished-again", *seen, *(before(EFFECTS[key].given) for key in seen)}
 
 
@@ -351,7 +354,11 @@ def observed(run_ranks, tiny_dataset, write_tiny_dataset, tmp_path_factory):
     save_file(DigitReader().state_dict(), folder / "reader.safetensors", metadata={KIND: "digits"})
     places["{reader}"] = folder / "reader.safetensors"
     planned = {
-        name: {"arguments": [fill(word, places) for word in words], "reads_tensors": name in with_tensors()}
+        name: {
+            "arguments": [fill(word, places) for word in words],
+            "saves": name in seen_in(OF_SAVING),
+            "reads_tensors": name in seen_in(TENSORS),
+        }
         for name, words in runs().items()
     }
     (folder / "runs.json").write_text(json.dumps(planned))

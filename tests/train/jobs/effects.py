@@ -1,8 +1,8 @@
 """Runs the training command under many settings in one process, and notes all that can be seen of each run.
 
-Usage: effects.py FOLDER. FOLDER/runs.json says what to run ({name: {"arguments", "reads_tensors"}}); of each,
+Usage: effects.py FOLDER. FOLDER/runs.json says what to run ({name: {"arguments", "saves", "reads_tensors"}}); of each,
 FOLDER/NAME.json has what was seen, in the last checkpoint where its tensors are to be read, and FOLDER/NAME is its
-`train.output_dir`.
+`train.output_dir`. Runs that are not asked to save leave no checkpoint, which is a third of what they take.
 """
 
 import contextlib
@@ -49,9 +49,10 @@ class Notes:
 
 
 @contextlib.contextmanager
-def watched(notes):
+def watched(notes, saves):
     """Looks on from the places where the loop calls others."""
     build, log, checkpoint, close = loop.build_training, Metrics.log, ledger.checkpoint, HostMemory.close
+    save = loop._Run._save if saves else lambda run, metrics: None
 
     def build_training(config, groups):
         training = build(config, groups)
@@ -76,6 +77,7 @@ def watched(notes):
         mock.patch.object(Metrics, "log", note_checkpoints),
         mock.patch.object(ledger, "checkpoint", count),
         mock.patch.object(HostMemory, "close", count_offloaded),
+        mock.patch.object(loop._Run, "_save", save),
     ):
         yield
 
@@ -111,13 +113,13 @@ def stand_in_for_wandb(calls):
     return module
 
 
-def run(folder, name, arguments, reads_tensors):
+def run(folder, name, arguments, saves, reads_tensors):
     """What is seen of one run."""
     out, notes, told = folder / name, Notes(), io.StringIO()
     sys.modules["wandb"] = stand_in_for_wandb(notes.wandb)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     try:
-        with watched(notes), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        with watched(notes, saves), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
             code = train([argument.replace("{out}", str(out)) for argument in arguments])
     except SystemExit as stop:
         code = stop.code
