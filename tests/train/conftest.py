@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,18 @@ def folders_of(run_ranks, tmp_path_factory) -> Callable[..., Callable[[int], Pat
         return run
 
     return make
+
+
+def tensors_of(folder: Path, prefix: str) -> dict:
+    """Those of a job's checkpoint in `folder` whose names begin so."""
+    return {name: tensor for name, tensor in _all_tensors(folder).items() if name.startswith(prefix)}
+
+
+@lru_cache(maxsize=32)
+def _all_tensors(folder: Path) -> dict:
+    from megadit.models.megatron.checkpoint import _read
+
+    return _read(folder / "tensors", "")
 
 
 def distance(ours: dict, theirs: dict) -> float:

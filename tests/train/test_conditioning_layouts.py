@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.megatron.checkpoint import _read
+from .conftest import tensors_of
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -72,8 +72,8 @@ def test_a_layout_trains_and_samples_as_one_rank_does(folder, name):
     ours, one = numbers(folder(2), name), numbers(folder(1), name.split()[0])
     assert max(deviations(ours, one).values()) < 1, deviations(ours, one)
     assert ours["spread"] == 0 and ours["tokens"] == one["tokens"]
-    expected = _read(folder(1) / name.split()[0] / "tensors", "model.")
-    found = _read(folder(2) / name / "tensors", "model.")
+    expected = tensors_of(folder(1) / name.split()[0], "model.")
+    found = tensors_of(folder(2) / name, "model.")
     assert all((found[key] - expected[key]).norm() <= 1e-5 * expected[key].norm() for key in expected)
 
 

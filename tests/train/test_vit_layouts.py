@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from megadit.models.megatron.checkpoint import _read
-
-from .conftest import distance
+from .conftest import distance, tensors_of
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -81,7 +79,7 @@ def test_a_layout_trains_as_one_rank_does(folders, ranks, layout):
     # sums are taken in parts, which float32 rounds otherwise
     assert loss < 1e-6 and norm < 1e-5 and spread == 0
     names = (folders(ranks) / layout, folders(1) / "one")
-    assert distance(*(_read(name / "tensors", "model.") for name in names)) < 2e-5
+    assert distance(*(tensors_of(name, "model.") for name in names)) < 2e-5
 
 
 def test_what_is_left_out_would_be_noticed(folders):
