@@ -15,7 +15,6 @@ from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
 from megadit.models.bundle import Bundle
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.models.megatron.checkpoint import _read
 from megadit.models.networks.embeddings import class_digits
 from megadit.models.networks.registry import build_network
 from megadit.train.checkpoints.to_bundle import main as to_bundle
@@ -25,7 +24,7 @@ from megadit.train.data.prepare import command as prepare
 from megadit.train.demos.digits import data as digits
 from megadit.train.objectives.contrast import matching_loss
 
-from ..conftest import distance
+from ..conftest import distance, tensors_of
 from ..test_vit_layouts import FSDP, JOB, PP, SP, TP
 
 MODEL = replace(NAMED_CONFIGS["clip_digits"], num_layers=2, hidden_size=32, num_attention_heads=2)
@@ -184,7 +183,7 @@ def test_a_layout_trains_as_one_rank_does(folders, ranks, layout, loss):
     # sums are taken in parts, which float32 rounds otherwise
     assert found < 1e-6 and norm < 1e-5 and spread == 0
     names = (folders(ranks) / f"{loss} {layout}", folders(1) / f"{loss} one")
-    assert distance(*(_read(name / "tensors", "model.") for name in names)) < 2e-5
+    assert distance(*(tensors_of(name, "model.") for name in names)) < 2e-5
 
 
 SHORT = (
@@ -279,9 +278,9 @@ def shares(bundle):
 @pytest.mark.slow
 def test_coloured_digits_that_it_never_saw(run_ranks, tmp_path):
     """The recipe, with fewer layers, pictures and steps: of 60 classes more are right than by colour alone (10 %)."""
-    assert prepare.main(["digit_captions", str(tmp_path / "data"), "--num_images", "5000"]) == 0
+    assert prepare.main(["digit_captions", str(tmp_path / "data"), "--num_images", "2500"]) == 0
     run = tmp_path / "run"
-    smaller = ("model.num_layers=2", "data.seq_length=4160", "data.text_seq_length=768", "train.train_iters=100")
+    smaller = ("model.num_layers=2", "data.seq_length=4160", "data.text_seq_length=768", "train.train_iters=80")
     folders = f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"
     run_ranks(1, "-m", "megadit.train", "--recipe", "clip_digits", *smaller, "validation.interval=0", *folders)
     assert to_bundle([str(run), str(tmp_path / "bundle")]) == 0
