@@ -76,6 +76,7 @@ EXACT = {
     },
     8: {
         "ring + sp + vpp + distributed optimizer": DEEP | case(**RING, **SP, **VPP, **DISTRIBUTED),
+        "cp + sp + fsdp": case(**CP, **SP, **FSDP),
     },
 }
 """Layouts on so many ranks that train as one rank does."""
