@@ -244,18 +244,19 @@ def make_cosmos_autoencoder() -> Callable:
 
 
 @pytest.fixture(scope="session")
-def exported_stable_diffusion(tmp_path_factory, write_clip) -> Path:
+def exported_stable_diffusion(once, write_clip) -> Path:
     """A small XL with random weights as `megadit convert` and `megadit export` make it; it takes half a minute."""
     from megadit.export.build import ExportSettings, export_bundle
     from megadit.models.commands.convert import main
 
-    from .stable_diffusion import make_pipeline
+    from .stable_diffusion import SHALLOW, make_pipeline
 
-    folder = tmp_path_factory.mktemp("stable_diffusion")
-    make_pipeline(folder / "pipeline", "xl", write_clip)
-    assert main([str(folder / "pipeline"), str(folder / "bundle")]) == 0
-    export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,1,2",), video_steps=3))
-    return folder / "exported"
+    def write(folder: Path) -> None:
+        make_pipeline(folder / "pipeline", "xl", write_clip, **SHALLOW)
+        assert main([str(folder / "pipeline"), str(folder / "bundle")]) == 0
+        export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,1,2",), video_steps=3))
+
+    return once("stable_diffusion", write) / "exported"
 
 
 @pytest.fixture(scope="session")

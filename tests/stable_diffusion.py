@@ -35,13 +35,16 @@ UNETS: dict[str, dict[str, Any]] = {
     },
 }
 """As published ones, but narrow, and of two levels."""
+SHALLOW = {"transformer_layers_per_block": (1, 1)}
+"""Of each place one layer, for tests that trace the network: it takes half as long, and a second layer is like the
+first."""
 
 
-def random_unet(kind: str) -> Any:
+def random_unet(kind: str, **changes: Any) -> Any:
     import diffusers
 
     torch.manual_seed(1)
-    return diffusers.UNet2DConditionModel(**UNETS[kind]).eval()
+    return diffusers.UNet2DConditionModel(**UNETS[kind] | changes).eval()
 
 
 def random_vae() -> Any:
@@ -58,12 +61,12 @@ def random_vae() -> Any:
     return vae.eval()
 
 
-def make_pipeline(folder: Path, kind: str, write_clip: Any) -> Any:
-    """The pipeline, which is also saved in `folder`."""
+def make_pipeline(folder: Path, kind: str, write_clip: Any, **changes: Any) -> Any:
+    """The pipeline, which is also saved in `folder`; `changes` are those of the U-Net's configuration."""
     import diffusers
     import transformers
 
-    parts: dict[str, Any] = {"unet": random_unet(kind), "vae": random_vae()}
+    parts: dict[str, Any] = {"unet": random_unet(kind, **changes), "vae": random_vae()}
     parts["scheduler"] = diffusers.DDIMScheduler(
         **SCHEDULE,
         clip_sample=False,

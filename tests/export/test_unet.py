@@ -28,8 +28,9 @@ from megadit.models.commands.convert import main
 from megadit.models.shared.errors import UserError
 from megadit.train.checkpoints.to_bundle import main as bundle_main
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
+from tests.exports import export_denoiser
 from tests.models.convert.adapters.test_unet import kohya
-from tests.stable_diffusion import UNETS, make_pipeline
+from tests.stable_diffusion import SHALLOW, UNETS, make_pipeline
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -44,7 +45,7 @@ def made(tmp_path_factory, write_clip):
     def make(kind):
         if kind not in found:
             folder = tmp_path_factory.mktemp("unet")
-            make_pipeline(folder / "pipeline", kind, write_clip)
+            make_pipeline(folder / "pipeline", kind, write_clip, **SHALLOW)
             assert main([str(folder / "pipeline"), str(folder / "bundle")]) == 0
             found[kind] = Bundle.open(folder / "bundle")
         return found[kind]
@@ -155,8 +156,7 @@ def pictures_of(path, runtime, **settings):
 
 
 def exported_with(bundle, out, **settings):
-    export_bundle(bundle, out, ExportSettings(profiles=("batch=1,1,2",), text_encoder=False, video_steps=2, **settings))
-    return Bundle.open(out)
+    return export_denoiser(bundle, out, profiles=("batch=1,1,2",), video_steps=2, **settings)
 
 
 @pytest.fixture(scope="module")
