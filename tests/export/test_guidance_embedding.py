@@ -6,30 +6,29 @@ import pytest
 import torch
 
 from megadit.export import signatures as contract
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.conditioning_cases import combined_conditioning, conditioning_inputs
 from megadit.export.networks import build_network
 from megadit.export.references import inputs_at
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
 from tests.bundles import CONFIG, write_tiny_bundle
+from tests.exports import export_denoiser
 
 TOLD = replace(CONFIG, num_layers=1, guidance_embedding_range=(1.0, 6.0))
 PROMPTS = ["a cat", "two dogs"]
-BATCHES = ExportSettings(profiles=("text=1,4,9", "batch=1,2,2"))
-KINDS = {
-    "with room for adapters": (TOLD, (), replace(BATCHES, adapter_rank=2)),
-    "with what is given": (replace(TOLD, conditioning_sigma=0.02), ("first_frame",), BATCHES),
-}
+
+
+@pytest.fixture
+def exported_given(tmp_path):
+    """One to which a first frame is given, too."""
+    config, training = replace(TOLD, conditioning_sigma=0.02), {"conditioning": {"first_frame": 0.5}}
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training=training)
+    return export_denoiser(bundle.path, tmp_path / "exported", profiles=("text=1,4,9", "batch=1,2,2"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_its_scale_is_an_input_of_the_graph(tmp_path, kind):
-    config, uses, settings = KINDS[kind]
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"conditioning": dict.fromkeys(uses, 0.5)})
-    export_bundle(bundle.path, tmp_path / "exported", settings)
-    exported = Bundle.open(tmp_path / "exported")
+@pytest.mark.parametrize("name", ["exported_told", "exported_given"])
+def test_its_scale_is_an_input_of_the_graph(request, name):
+    exported = request.getfixturevalue(name)
     report = exported.manifest["export"]["onnx"]["report"]
     assert report["denoiser"]["worst"] <= 1e-4 and report["video"]["psnr"] >= 50
     by_torch, by_onnx = (
