@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from itertools import combinations
@@ -98,30 +97,11 @@ def test_a_slow_device_is_named():
 
 
 @pytest.mark.slow
-def test_sick_ranks_are_named_and_healthy_ones_are_not(tmp_path):
+def test_sick_ranks_are_named_and_healthy_ones_are_not(start_ranks, tmp_path, monkeypatch):
     """Six ranks on gloo: one slow, one dead, one that computes wrongly."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, JOB, tmp_path],
-            env={
-                **os.environ,
-                **{"RANK": str(rank), "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", "MASTER_PORT": str(port)},
-                **{"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(6)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    monkeypatch.setenv("COLUMNS", "200")
+    ranks = start_ranks(6, JOB, tmp_path)
+    outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
     told = outputs[0]
     assert ranks[0].returncode == 1, "\n".join(outputs)
     broken, slow = (re.findall(rf"^{word}: (.*)$", told, re.MULTILINE) for word in ("broken", "slow"))
