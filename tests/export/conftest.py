@@ -1,14 +1,22 @@
+from dataclasses import replace
+
 import pytest
 
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.models.bundle import Bundle
-from tests.bundles import write_tiny_bundle
+from tests.bundles import CONFIG, write_tiny_bundle
 
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory) -> Bundle:
     return write_tiny_bundle(tmp_path_factory.mktemp("bundle") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory) -> Bundle:
+    """The tiny bundle with one block: to export it takes half as long."""
+    return write_tiny_bundle(tmp_path_factory.mktemp("shallow") / "tiny", replace(CONFIG, num_layers=1))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import torch
 from onnx import TensorProto, helper
 
 from megadit.export import command, engines
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.engines import add_report
 from megadit.infer.generate import command as generate
 from megadit.infer.pipeline.pipeline import TextToVideo
@@ -22,6 +21,7 @@ from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.infer.runtimes.openvino import OpenVinoNetwork, load_openvino
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from tests.exports import export_denoiser
 
 try:
     openvino = load_openvino()
@@ -152,8 +152,8 @@ def test_one_that_differs_is_not_recorded(exported, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_other_precisions_pass_too(tiny_bundle, tmp_path, precision):
-    export_bundle(tiny_bundle.path, tmp_path / "out", ExportSettings(profiles=("text=1,4,9",), precision=precision))
+def test_other_precisions_pass_too(shallow, tmp_path, precision):
+    export_denoiser(shallow.path, tmp_path / "out", profiles=("text=1,4,9",), precision=precision)
     add_report(tmp_path / "out", "openvino")
     assert open_exported(Bundle.open(tmp_path / "out"), "openvino").settings["precision"] == precision
 

@@ -5,7 +5,6 @@ import multiprocessing
 import resource
 import shutil
 import signal
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -33,17 +32,10 @@ from megadit.models.bundle import Bundle
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
-from tests.bundles import CONFIG, write_tiny_bundle
 from tests.exports import export_denoiser
 
 NETWORKS = ("denoiser", "video_decoder", "video_encoder")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory) -> Bundle:
-    """The tiny bundle with one block: to export it takes half as long."""
-    return write_tiny_bundle(tmp_path_factory.mktemp("shallow") / "tiny", replace(CONFIG, num_layers=1))
 
 
 def conditioning(config, lengths, fps=8.0) -> Conditioning:
