@@ -25,7 +25,7 @@ from megadit.models.convert.adapters.files import bundle_fingerprint
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG, write_tiny_bundle
-from tests.exports import RANK, TARGETS
+from tests.exports import RANK
 from tests.infer.conftest import make_adapter
 
 PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
@@ -189,7 +189,8 @@ def test_precisions_and_given_parts(tmp_path, precision, conditionings):
     training = {"conditioning": dict.fromkeys(conditionings, 0.5)} if conditionings else None
     bundle = write_tiny_bundle(tmp_path / "bundle", config, training=training)
     tokenizer = bundle.load_tokenizer()
-    settings = ExportSettings(adapter_rank=RANK, adapter_targets=TARGETS, precision=precision)
+    targets = ("blocks.*.modulation.*", "blocks.*.self_attention.*")
+    settings = ExportSettings(adapter_rank=RANK, adapter_targets=targets, precision=precision)
     sizes = contract.default_profiles(bundle, tokenizer, bundle.load_text_encoder())
     profiles = contract.parse_profiles(["text=1,4,9", "batch=1,1,2"], sizes)
     slots = settings.adapter_inputs(config)

@@ -1,4 +1,6 @@
-"""Every family of networks, every tokenizer and text encoder passes the gate, whole videos included."""
+"""Every family of networks, every tokenizer and text encoder passes the gate, whole videos included.
+
+Wan's networks do so in test_experts.py and test_conditioning.py, Cosmos' of flows in the latter."""
 
 import dataclasses
 
@@ -38,16 +40,6 @@ COSMOS = DiTConfig(
     learned_positions=(12, 20, 20),
     padding_mask_channel=True,
 )
-PREDICT2 = DiTConfig(
-    **SMALL,
-    hidden_size=48,
-    family="cosmos",
-    parameterization="flow",
-    sigma_data=1.0,
-    adaln_lora_dim=6,
-    rope_scale=(1.0, 4.0, 4.0),
-    padding_mask_channel=True,
-)
 NEMO = DiTConfig(**SMALL, hidden_size=260, family="nemo", position_embedding="sincos")
 MOVIEGEN = DiTConfig(
     **SMALL | {"num_attention_heads": 4},
@@ -59,9 +51,17 @@ MOVIEGEN = DiTConfig(
     qk_layernorm=False,
 )
 FAMILIES = {
-    "cosmos": COSMOS,
-    "predict2": PREDICT2,
-    "predict2.5": dataclasses.replace(PREDICT2, compat="predict2_5", rope_scale=(1.0, 3.0, 3.0)),
+    "predict2.5": DiTConfig(
+        **SMALL,
+        hidden_size=48,
+        family="cosmos",
+        compat="predict2_5",
+        parameterization="flow",
+        sigma_data=1.0,
+        adaln_lora_dim=6,
+        rope_scale=(1.0, 3.0, 3.0),
+        padding_mask_channel=True,
+    ),
     "nemo": NEMO,
     "dfm": dataclasses.replace(NEMO, family="dfm", adaln_lora_dim=6),
     "dit": DiTConfig(
@@ -77,7 +77,6 @@ FAMILIES = {
     "moviegen": MOVIEGEN,
     "moviegen of nemo": dataclasses.replace(MOVIEGEN, compat="nemo", hidden_size=260),
     "st_dit": DiTConfig(**SMALL, hidden_size=48, family="st_dit", adaln_lora_dim=6),
-    "wan": DiTConfig(**SMALL, hidden_size=48, family="wan", parameterization="flow"),
     "tokens": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, shared_ffn_hidden_size=16)),
     "experts": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, routing="expert_choice")),
     "patches in time": DiTConfig(**SMALL, hidden_size=48, patch_temporal=2, position_embedding="sincos"),
