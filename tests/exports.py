@@ -87,10 +87,10 @@ def exported_pair(once):
     """Two networks split by noise level, exported with room for adapters."""
     from megadit.models.bundle import Bundle
 
-    from .bundles import write_pair_bundle, write_tiny_bundle
+    from .bundles import CONFIG, write_pair_bundle, write_tiny_bundle
 
     def write(folder: Path) -> None:
-        write_pair_bundle(write_tiny_bundle(folder / "tiny").path, folder / "pair")
+        write_pair_bundle(write_tiny_bundle(folder / "tiny", replace(CONFIG, num_layers=1)).path, folder / "pair")
         room = {"adapter_rank": 4, "adapter_targets": TARGETS}
         export_denoiser(folder / "pair", folder / "exported", profiles=("batch=1,1,2", "text=1,4,9"), **room)
 
