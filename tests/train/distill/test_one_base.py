@@ -107,7 +107,7 @@ def case_of(name, teachers):
         distill["teacher_adapter"] = str(teachers["adapter"])
     has = {"experts": {"experts": EXPERTS}, "told": {"guidance_embedding_range": SCALES}}
     model = {"in_channels": CHANNELS, **has.get(kind, {})}
-    return {"distill": distill, "model": model, "data": {"global_batch_size": 2}, "steps": 3, **CASES[kind]}
+    return {"distill": distill, "model": model, "data": {"global_batch_size": 2}, **CASES[kind]}
 
 
 @pytest.fixture(scope="module")
