@@ -23,11 +23,10 @@ OPTIMIZERS = {
 def train(folder: Path, overrides: tuple[str, ...]) -> dict[int, float]:
     """Step -> loss, of all that metrics.jsonl knows then."""
     settings = (f"train.train_iters={STEPS}", f"checkpoint.save_interval={SAVED}", "validation.interval=0")
+    quiet = ("logger.tensorboard=false", "logger.curves=false", "data.num_workers=0")
     large = ("optimizer.lr=0.02", "optimizer.lr_warmup_iters=0")  # what a resume forgets would be seen at once
     command = ["-m", "megadit.train", "--recipe", "digits_tiny", "--mock", *settings, f"train.output_dir={folder}"]
-    subprocess.run(
-        [sys.executable, *command, "logger.tensorboard=false", *large, *overrides], stdout=sys.stderr, check=True
-    )
+    subprocess.run([sys.executable, *command, *quiet, *large, *overrides], stdout=sys.stderr, check=True)
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
@@ -55,5 +54,5 @@ def resumed(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in OPTIMIZERS:
+    for name in OPTIMIZERS if HAS_GPU else ("AdamW",):
         attempt(f"resume, {name}", lambda name=name: resumed(name))
