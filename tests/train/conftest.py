@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 STOPS_ITSELF = Path(__file__).parent / "jobs" / "stops_itself.py"
+FEW_STEPS = ("data.num_workers=0", "data.shuffle_buffer_size=8", "data.packing_buffer_size=8", "logger.curves=false")
+"""For a run of a few steps: it starts no processes, and does not read its few samples many times before the first."""
 MOVIEGEN = {
     "family": "moviegen",
     "num_query_groups": 4,
