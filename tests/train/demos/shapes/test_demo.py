@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
@@ -12,6 +11,8 @@ from megadit.train.demos.shapes import demo as demo_module
 from megadit.train.demos.shapes import score
 from megadit.train.demos.shapes.demo import QUICK, ShapesDemo
 from megadit.train.demos.shapes.edits import CHANGES
+
+from ...conftest import FEW_STEPS
 
 
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
@@ -48,13 +49,16 @@ def test_seen_and_unseen_scenes_are_scored_apart():
 
 
 @pytest.mark.slow
-def test_the_demo_runs_to_its_pictures(tmp_path):
+@pytest.mark.usefixtures("forked_modules")
+def test_the_demo_runs_to_its_pictures(tmp_path, monkeypatch):
     """Hardly trained: every stage works, whatever the figures; real clips are read after the tokenizer."""
-    torch.manual_seed(0)
+    overrides = {name: getattr(QUICK, name) + FEW_STEPS for name in ("overrides", "adapter_overrides")}
+    small = replace(QUICK, num_clips=30, num_images=30, num_scored=3, **overrides)
+    monkeypatch.setattr(demo_module, "QUICK", small)
     assert demo_module.main(["--out", str(tmp_path / "demo"), "--quick", "--ranks", "1"]) == 0
     found = read_json(tmp_path / "demo" / "score.json")
     for kind in score.GROUPS:
-        assert found["real"][kind]["all"] == 1.0 and found["text"][kind]["num_clips"] == QUICK.num_scored
+        assert found["real"][kind]["all"] == 1.0 and found["text"][kind]["num_clips"] == small.num_scored
     assert found["adapter"].keys() == found["no_adapter"].keys() and found["edited"].keys() == set(CHANGES)
     for name in demo_module.SHEETS:
         assert (tmp_path / "demo" / name).stat().st_size > 10_000
