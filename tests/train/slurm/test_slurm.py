@@ -13,6 +13,8 @@ from megadit.train.slurm.__main__ import main
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.scripts import scripts
 
+from ..conftest import FEW_STEPS
+
 EXAMPLE = Path(megadit.train.slurm.__file__).parent / "chain.yaml"
 
 
@@ -182,22 +184,24 @@ def test_ranks_save_whoever_is_told_to_stop(ranks, tmp_path, monkeypatch, tells,
 
 
 @pytest.mark.slow
-def test_a_preempted_training_is_requeued_continues_and_is_bundled(slurm, tmp_path, monkeypatch):
-    """Four scripts as they are, on two nodes of one rank: data, training told to stop in the middle, bundle, info."""
+def test_a_preempted_training_is_requeued_continues_and_is_bundled(
+    slurm, tiny_dataset, tiny_arguments, tmp_path, monkeypatch
+):
+    """Four scripts as they are, on two nodes of one rank: data, training told to stop in the middle, bundle, a copy."""
     run = tmp_path / "train"
     monkeypatch.setenv("FAKE_SLURM_PREEMPT", f"{run / 'metrics.jsonl'}:8")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     dataset = f"{tmp_path}/dataset"
-    train = "-m megadit.train --recipe digits_tiny data.num_workers=0 train.train_iters=30 validation.interval=0"
+    train = " ".join((*tiny_arguments, *FEW_STEPS, "train.train_iters=30", "validation.interval=0"))
     code = main(
         [
             "cluster.gpus_per_node=0",
             f"folder={tmp_path / 'scripts'}",
-            f"stages.prepare.command=megadit prepare digits {dataset} --num_clips 32 --num_images 32 --num_val 4",
+            f"stages.prepare.command=cp -r {tiny_dataset} {dataset}",
             f"stages.train.torchrun={train} data.path={dataset} train.output_dir={run}",
             *("stages.train.nodes=2", "stages.train.ranks_per_node=1"),
             f"stages.bundle.command=megadit bundle {run} {tmp_path}/bundle --ema none",
-            f"stages.export.command=megadit info {tmp_path}/bundle > {tmp_path}/info.txt",
+            f"stages.export.command=cp -r {tmp_path}/bundle {tmp_path}/exported",
         ]
     )
     logs = "\n".join(path.read_text() for path in (tmp_path / "scripts" / "logs").iterdir())
@@ -207,7 +211,7 @@ def test_a_preempted_training_is_requeued_continues_and_is_bundled(slurm, tmp_pa
     assert "stopped by a signal" in logs and "continuing from" in logs
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
-    assert (tmp_path / "bundle" / "megadit.json").is_file()
+    assert (tmp_path / "exported" / "megadit.json").is_file()
     submitted = (slurm / "sbatch.log").read_text().splitlines()
     assert "--dependency=afterok:1002" in submitted[2]
     assert (slurm / "srun.log").read_text().count("--ntasks=2") == 2  # the training, and again after the requeue

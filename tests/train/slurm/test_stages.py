@@ -16,6 +16,8 @@ from megadit.train.config.load import change
 from megadit.train.slurm.__main__ import SlurmOptions, _chosen, main
 from megadit.train.slurm.config import ChainConfig
 
+from ..conftest import FEW_STEPS
+
 HERE = ("cluster.gpus_per_node=0",)
 
 
@@ -187,7 +189,7 @@ def test_a_chain_here_ends_in_a_video(tmp_path, monkeypatch):
     """Clips, two ranks of training, a bundle, a video: commands of every kind."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     dataset, run, bundle = (tmp_path / name for name in ("dataset", "train", "bundle"))
-    train = "-m megadit.train --recipe digits_tiny data.num_workers=0 train.train_iters=4 validation.interval=0"
+    train = f"-m megadit.train --recipe digits_tiny {' '.join(FEW_STEPS)} train.train_iters=4 validation.interval=0"
     words = [
         f"folder={tmp_path / 'chain'}",
         *HERE,
