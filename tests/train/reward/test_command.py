@@ -16,9 +16,10 @@ from megadit.train.distill.check import Comparison
 from megadit.train.reward import command as reward
 from megadit.train.reward.command import main
 from tests.ranks import TIMEOUT
+from tests.train.conftest import FEW_STEPS
 from tests.train.test_adapter_runs import write
 
-FAST = ("train.num_threads=1", "checkpoint.save_interval=1", "logger.tensorboard=false", "data.num_workers=0")
+FAST = ("train.num_threads=1", "checkpoint.save_interval=1", "logger.tensorboard=false", *FEW_STEPS)
 SCORER = "BETTER = {'bright': 'higher'}\ndef score(video, prompt):\n    return {'bright': float(video.mean())}\n"
 
 
