@@ -13,6 +13,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from .train.conftest import FEW_STEPS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = ROOT / "docs" / "commands.md"
@@ -35,6 +37,7 @@ _AFTER = re.compile(r"^<!-- after: (\S+) -->$", re.MULTILINE)
 _TABLE = re.compile(r"^<!-- run -->\n(?P<text>(?:\|.*\n)+)", re.MULTILINE)
 _COMMAND = re.compile(r"`(megadit [^`]+)`")
 
+FEW = " ".join((*FEW_STEPS, "train.num_threads=1"))
 SMALLER = (
     (r"--nproc \d+", "", "one rank"),
     (r"--count \d+", "--count 8", "few videos"),
@@ -49,8 +52,7 @@ SMALLER = (
     ),
     (
         r"^(megadit train (?!.*--(?:dry-run|plan|print-config)).*)$",
-        r"\1 model.num_layers=1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
-        "train.num_threads=1",
+        rf"\1 model.num_layers=1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 {FEW}",
         "two steps of a single block, and no videos between, on a core",
     ),
     (r"--sizes 224x224", "--sizes 32x32", "pictures of the size that the shelf has"),
@@ -59,14 +61,14 @@ SMALLER = (
     (
         r"^(megadit reward .*)$",
         r"\1 --rounds 1 --prompts_per_round 2 --group_size 2 --train_steps 2 --count 8 --spread 0.001 1000 "
-        "--moved 1000 train.num_threads=1",
+        f"--moved 1000 {FEW}",
         "one round of four videos, whatever they look like",
     ),
     (r"^(megadit prepare rollouts .*)$", r"\1 --group_size 2", "few videos"),
     (
         r"^(megadit distill .*)$",
         r"\1 --count 8 --spread 0.001 1000 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
-        "train.num_threads=1",
+        f"{FEW}",
         "two steps, after which a student may be of any kind, and a small check",
     ),
     (r"^megadit benchmark train --recipe digits\b", "megadit benchmark train --recipe digits_tiny --steps 1", "a step"),
