@@ -24,6 +24,7 @@ from megadit.train.demos import stages  # noqa: E402
 from megadit.train.demos.digits import classifier, demo  # noqa: E402
 
 STEPS = ("train.train_iters=2", "train.num_threads=1", "validation.num_batches=1", "logger.curves=false")
+STEPS += ("data.shuffle_buffer_size=8", "data.packing_buffer_size=8")
 
 
 def in_this_process(module: str, *arguments: str) -> None:

@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 
+from ...conftest import FEW_STEPS
+
 
 @pytest.fixture(scope="session")
 def quick_demo(tmp_path_factory, forked) -> Path:
@@ -15,7 +17,8 @@ def quick_demo(tmp_path_factory, forked) -> Path:
     from megadit.train.demos.digits import classifier, demo
 
     folder = tmp_path_factory.mktemp("demo") / "quick"
-    size = replace(demo.QUICK, num_clips=40, num_images=40, num_val=20, clip_stride=48)
+    steps = (*demo.QUICK.overrides, "train.train_iters=8", *FEW_STEPS)
+    size = replace(demo.QUICK, num_clips=40, num_images=40, num_val=20, clip_stride=48, overrides=steps)
     few = partial(classifier.train_reader, num_clips=400, num_steps=60)
     with forked(), mock.patch.object(classifier, "train_reader", few):
         asked = ("prepare", "train", "bundle", "generate", "score")

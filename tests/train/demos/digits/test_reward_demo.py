@@ -10,6 +10,9 @@ from megadit.models.shared.files import read_json
 from megadit.train.demos.digits import reward_demo
 from megadit.train.demos.digits.data import draw_clips
 from megadit.train.demos.digits.reward_demo import RewardDemo, pixels_left
+from megadit.train.reward import command as reward
+
+from ...conftest import FEW_STEPS
 
 
 def test_the_scorer_sees_how_far_left_a_digit_lies(tmp_path):
@@ -37,10 +40,17 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     assert reward_demo.main(["--bundle", str(tmp_path / "none")]) == 2
 
 
+def reward_in_few_steps(module, *words):
+    assert module == reward.__name__
+    assert reward.main([*words, "--train_steps", "2", *FEW_STEPS]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_modules")
 def test_the_demo_runs_to_its_picture(quick_demo, tmp_path, monkeypatch):
+    """Its rounds in this process, with few steps; what they start is forked."""
     out = tmp_path / "out"
+    monkeypatch.setattr(reward_demo, "run_module", reward_in_few_steps)
     few = RewardDemo(out=out, base=quick_demo).attributes[::12]
     monkeypatch.setattr(RewardDemo, "attributes", few)
     more = ["--bundle", str(quick_demo / "bundle"), "--out", str(out), "--ranks", "1", "--rounds", "1"]
