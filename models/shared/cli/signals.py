@@ -85,21 +85,32 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
 @contextmanager
 def cleaning_up() -> Iterator[None]:
     """Within the block, signals to end that would end this process at once raise SystemExit, so that `finally` blocks
-    run; forked processes still end at once."""
+    run; forked processes still end at once. Where a finalizer was interrupted, which ignores exceptions, the signal
+    comes again."""
     ours, is_main = os.getpid(), threading.current_thread() is threading.main_thread()
+    came: list[int] = []
     numbers = [number for number in ending_signals() if is_main and signal.getsignal(number) == signal.SIG_DFL]
 
     def end(number: int, frame: Any) -> None:
         if os.getpid() == ours:
+            came.append(number)
             raise SystemExit(128 + number)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
+    def repeat(ignored: Any) -> None:
+        if came and isinstance(ignored.exc_value, SystemExit):
+            threading.Timer(0.1, os.kill, [ours, came[-1]]).start()
+        else:
+            previous(ignored)
+
     for number in numbers:
         signal.signal(number, end)
+    previous, sys.unraisablehook = sys.unraisablehook, repeat
     try:
         yield
     finally:
+        sys.unraisablehook = previous
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 

@@ -196,6 +196,24 @@ finally:
     assert ended.returncode == 128 + number and not list(tmp_path.iterdir()), ended.stderr
 
 
+def test_a_signal_to_end_that_interrupts_a_finalizer_comes_again(tmp_path):
+    program = f"""
+import signal, time
+from megadit.models.shared.files import atomic_path
+
+class Left:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)  # Python ignores what a finalizer raises
+
+with atomic_path({str(tmp_path / "made")!r}) as temporary:
+    temporary.touch()
+    Left()
+    time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, "") and not list(tmp_path.iterdir())
+
+
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"), atomic_directory(tmp_path / "file"):
