@@ -104,6 +104,9 @@ def cleaning_up() -> Iterator[None]:
         else:
             previous(ignored)
 
+    if not numbers:  # of a block around this one, or of the main thread
+        yield
+        return
     for number in numbers:
         signal.signal(number, end)
     previous, sys.unraisablehook = sys.unraisablehook, repeat
