@@ -248,7 +248,7 @@ class HaarTokenizer:
 def _few_at_once(transform: Callable[[Tensor], Tensor], batch: Tensor, num_pixels: int) -> Tensor:
     """Transforms videos or latents [B, ...] of so many pixels and colours each: on a CPU as many at once as its cache
     holds, in half the time."""
-    if batch.device != CPU:
+    if batch.device != CPU or torch.compiler.is_compiling():  # an exported graph takes any batch
         return transform(batch)
     return torch.cat([transform(few) for few in batch.split(max(1, _PIXELS_AT_ONCE // max(1, num_pixels)))])
 
