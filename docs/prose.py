@@ -52,7 +52,7 @@ def _name(function: ast.expr) -> str:
 
 def faults(path: Path) -> Iterator[tuple[int, str]]:
     """(Line, first line of the text) of each text of a file that hangs or holds a retired word."""
-    for line, text in texts(ast.parse(path.read_text())):
+    for line, text in texts(ast.parse(path.read_text(encoding="utf-8"))):
         first = text.strip().partition("\n")[0]
         if HANGS.match(first) or RETIRED_IN_PROSE.search(first):
             yield line, first
@@ -83,7 +83,7 @@ def main(folders: list[str]) -> int:
             for line, text in sorted(faults(path)):
                 print(f"{shown}:{line}: {text}")
                 found += 1
-            where |= {name: shown for name in names(ast.parse(path.read_text())) if retired(name)}
+            where |= {name: shown for name in names(ast.parse(path.read_text(encoding="utf-8"))) if retired(name)}
     if len(where) > MOST_NAMES:
         print(f"{len(where)} names hold a retired word, and at most {MOST_NAMES} may:")
         for name, path in sorted(where.items()):

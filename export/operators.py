@@ -17,7 +17,7 @@ BASE_VERSION = (10, 1)
 @cache
 def operator_table() -> dict[str, Any]:
     """Operators that TensorRT supports, with sources."""
-    return json.loads(resources.files("megadit.export").joinpath("tensorrt_operators.json").read_text())
+    return json.loads(resources.files("megadit.export").joinpath("tensorrt_operators.json").read_text(encoding="utf-8"))
 
 
 def check_operators(path: Path, version: str = "10.1") -> None:

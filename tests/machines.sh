@@ -38,7 +38,7 @@ prepare() { # sets where, as whom and within what the tests run on a machine of 
         WITHIN+=(taskset -c "$("$PYTHON" -c 'import os; print(min(os.sched_getaffinity(0)))')")
         ;;
     busy) IS_BUSY=yes ;;
-    c-locale) SETTINGS+=(LANGUAGE='' LANG=C LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0) ;;
+    c-locale) SETTINGS+=(LANGUAGE='' LANG=C LC_ALL=C) ;;
     spaces) COPY="a path with spaces" ;;
     non-root)
         [[ $(id -u) == 0 ]] || { left_out "nobody here is root" && return; }

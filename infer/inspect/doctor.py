@@ -274,12 +274,12 @@ def _memory() -> tuple[int, int]:
     total, available = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
-        values = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        values = dict(line.split(":") for line in meminfo.read_text(encoding="utf-8").splitlines())
         available = int(values["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+    if limit.is_file() and (text := limit.read_text(encoding="utf-8").strip()).isdigit():
         total = min(total, int(text))
-        available = min(available, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        available = min(available, total - int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8")))
     return total, available
 
 

@@ -84,7 +84,7 @@ def _work(limits: MediaLimits, is_checking: bool) -> None:
         os.nice(_LEAST_CLAIM)
         with suppress(OSError):  # Linux shares cores among sessions first: in its own, this one counts as least
             os.setsid()
-            Path("/proc/self/autogroup").write_text(str(_LEAST_CLAIM))
+            Path("/proc/self/autogroup").write_text(str(_LEAST_CLAIM), encoding="utf-8")
     memory = _MOST_MEMORY + 6 * limits.max_media_pixels
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

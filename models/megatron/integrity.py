@@ -74,7 +74,9 @@ def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 def write_sums(directory: Path, sums: dict[str, str]) -> None:
     """Writes the list of checksums, the last file of a checkpoint."""
-    (directory / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    (directory / SUMS).write_text(
+        "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())), encoding="utf-8"
+    )
 
 
 def read_sums(directory: Path) -> dict[str, str]:

@@ -71,8 +71,10 @@ def _limits(root: Path, place: str, read: Callable[[Path], Sequence[str]]) -> It
 
 
 def _max(folder: Path) -> list[str]:
-    return (folder / "cpu.max").read_text().split()
+    return (folder / "cpu.max").read_text(encoding="utf-8").split()
 
 
 def _quota_and_period(folder: Path) -> tuple[str, str]:
-    return (folder / "cpu.cfs_quota_us").read_text(), (folder / "cpu.cfs_period_us").read_text()
+    return (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8"), (folder / "cpu.cfs_period_us").read_text(
+        encoding="utf-8"
+    )

@@ -191,7 +191,10 @@ def _this_process() -> dict[str, Any]:
 def _kernel() -> list[str]:
     """Identifies the namespace of process ids: the boot of the machine, and the container."""
     try:
-        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        return [
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     except OSError:
         return [socket.gethostname()]
 
@@ -199,7 +202,9 @@ def _kernel() -> list[str]:
 def _process(pid: int) -> str | None:
     """Start time of a process, to detect reuse of its id; None if there is none."""
     try:
-        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *values = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return None
     return None if state in "ZX" else values[18]

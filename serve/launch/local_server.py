@@ -110,7 +110,7 @@ def _configs(repository: Path, models: tuple[str, ...]) -> list[Path]:
 
 def _weight_bytes(config: Path) -> float:
     """Bytes that all instances of the model with this config.pbtxt load, from the files of its runtime."""
-    text = config.read_text()
+    text = config.read_text(encoding="utf-8")
     names = {"torch": "*.safetensors", "onnx": "*.onnx*", "openvino": "*.onnx*"}.get(parameter_in(text, "runtime"))
     instances = re.search(r"instance_group \[ \{ count: (\d+)", text)
     stored = sum(file.stat().st_size for file in config.parent.rglob(names)) if names else 0
@@ -361,9 +361,9 @@ def secret_in(path: str | os.PathLike) -> str:
         except FileExistsError:
             pass
         else:
-            with open(descriptor, "w") as file:
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(f"{secrets.token_hex(_LEAST_SECRET)}\n")
-        text = Path(path).read_text().strip()
+        text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot hold a secret: {error}") from error
     if len(text) < _LEAST_SECRET or not text.isalnum():

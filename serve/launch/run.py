@@ -114,7 +114,7 @@ def docker_command(
 
 def _others(repository: Path) -> list[str]:
     """Files and folders outside of a repository from which its models read."""
-    configs = [config.read_text() for config in sorted(repository.glob("*/config.pbtxt"))]
+    configs = [config.read_text(encoding="utf-8") for config in sorted(repository.glob("*/config.pbtxt"))]
     found = (parameter_in(config, key) for config in configs for key in PATHS)
     return [path for path in dict.fromkeys(found) if path]
 

@@ -121,7 +121,7 @@ def _make_environment(directory: Path) -> None:
             "without a network, put its wheel into a folder and set PIP_FIND_LINKS to it"
         )
     lines = [f"import site; site.addsitedir({folder!r})" for folder in _package_folders()]
-    (site_packages / "packages_of_the_caller.pth").write_text("\n".join(lines) + "\n")
+    (site_packages / "packages_of_the_caller.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _package_folders() -> list[str]:

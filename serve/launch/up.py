@@ -148,7 +148,7 @@ def _orphans(ports: set[int]) -> list[int]:
             words = _words(folder)
             is_server = "tritonserver" in {Path(word).name for word in words} or _GATEWAY <= set(words)
             if is_server and any(word.endswith(f"port={port}") for word in words for port in ports):
-                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                parent = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
                 if "serve" not in _words(Path("/proc", parent)):
                     found.append(int(folder.name))
     return found

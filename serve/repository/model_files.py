@@ -30,8 +30,8 @@ def write_model(repository: Path, name: str, *, config: str, module: str, bundle
     check_own(bundle)
     version = repository / name / "1"
     version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text(config)
-    (version / "model.py").write_text(_MODEL_PY.format(module=module))
+    (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
+    (version / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
     copy = os.link if bundle.is_relative_to(repository) else shutil.copy2
     shutil.copytree(bundle, version / "bundle", copy_function=copy)
     return version / "bundle"

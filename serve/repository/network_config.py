@@ -63,7 +63,7 @@ def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
         version = repository / name / "1"
         version.mkdir(parents=True)
         config = network_config(exported.network(name), runtime, bundle.config, precision)
-        (version.parent / "config.pbtxt").write_text(config)
+        (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
         suffix = _PLATFORMS[runtime][1]
         for file in exported.directory.glob(f"{name}{suffix}*"):  # large weights are next to an ONNX file
             shutil.copy2(file, version / file.name)

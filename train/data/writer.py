@@ -238,15 +238,15 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
         )
     logger.debug(chatter.getvalue())
     split_file = folder / FOLDER / "split.yaml"
-    split_config = yaml.safe_load(split_file.read_text())
+    split_config = yaml.safe_load(split_file.read_text(encoding="utf-8"))
     parts = split_config["split_parts"]
     # Energon's lint fails without a named split, and skips one without shards
     split_config["split_parts"] = {
         name: parts.get(name, []) for name in dict.fromkeys([*parts, "train", "val", "test"])
     }
-    split_file.write_text(yaml.safe_dump(split_config, sort_keys=False))
+    split_file.write_text(yaml.safe_dump(split_config, sort_keys=False), encoding="utf-8")
     for name, definition in DEFINITIONS.items():
-        (folder / FOLDER / name).write_text(definition)
+        (folder / FOLDER / name).write_text(definition, encoding="utf-8")
 
 
 def _has_members(shard: Path) -> bool:

@@ -223,7 +223,7 @@ def write_blend(path: Path, parts: Sequence[Path], validation: Path) -> None:
     splits = {"train": {"blend": even}, "val": {"path": str(validation.resolve())}}
     blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     with atomic_path(path) as temporary:
-        temporary.write_text(yaml.safe_dump(blend, sort_keys=False))
+        temporary.write_text(yaml.safe_dump(blend, sort_keys=False), encoding="utf-8")
 
 
 def check_base(bundle: Path) -> None:

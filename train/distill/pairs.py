@@ -38,7 +38,9 @@ def make_trajectories(
     folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "captions.jsonl"
     with atomic_path(prompts) as temporary:
-        temporary.write_text("".join(json.dumps({"prompt": caption}) + "\n" for caption in chosen[:count]))
+        temporary.write_text(
+            "".join(json.dumps({"prompt": caption}) + "\n" for caption in chosen[:count]), encoding="utf-8"
+        )
     request = [str(teacher.path), str(folder / DATASET), "--prompt_file", str(prompts), "--count", str(count)]
     variant = ["--sampler", SAMPLER, "--eta", "0", "--churn", "0"]
     variant += ["--num_steps", str(num_steps), "--guidance", f"{guidance:g}"]

@@ -101,7 +101,7 @@ class Metrics:
     def event(self, values: dict[str, Any]) -> None:
         """Append a line to events.jsonl, which is never truncated."""
         if self._enabled:
-            with (Path(self._config.train.output_dir) / EVENTS_FILE).open("a") as file:
+            with (Path(self._config.train.output_dir) / EVENTS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **values}) + "\n")
 
     def show(self, step: int, videos: Sequence[tuple[str, Path]]) -> None:

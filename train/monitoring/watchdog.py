@@ -144,14 +144,14 @@ class Watchdog:
         note = {**self._place, "beats": self._beats, "pid": os.getpid(), "host": socket.gethostname()}
         temporary = self._file(self._rank).with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(note))
+            temporary.write_text(json.dumps(note), encoding="utf-8")
             temporary.replace(self._file(self._rank))
         except OSError:  # e.g. a full disk, which others report
             return
 
     def _read(self, rank: int) -> dict | None:
         try:
-            return json.loads(self._file(rank).read_text())
+            return json.loads(self._file(rank).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
 
@@ -177,7 +177,7 @@ def _where(note: dict) -> str:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip()
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].strip()
     except (ProcessLookupError, FileNotFoundError):  # the latter: it ended meanwhile
         return False
     except PermissionError:

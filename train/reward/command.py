@@ -252,7 +252,7 @@ def _make_rollouts(
     run.folder.mkdir(parents=True, exist_ok=True)
     lines = run.folder / "prompts.jsonl"
     with atomic_path(lines) as temporary:
-        temporary.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        temporary.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
     videos = options.prompts_per_round * options.scoring.group_size
     request = [str(policy.bundle), str(data), "--prompt_file", str(lines), *options.scoring.arguments]
     request += ["--seed", str(options.seed + (number - 1) * videos)]
@@ -330,11 +330,11 @@ def _report(out: Path, number: int, count: int, scores: dict[str, Any], found: C
     known = [json.loads(line) for line in _lines(out / ROUNDS_FILE)][: number - 1]
     known.append({"round": number, **scores, "comparison": None if found is None else found.to_dict()})
     with atomic_path(out / ROUNDS_FILE) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in known))
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in known), encoding="utf-8")
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _prior(demo: AdapterDemo) -> None:
     attributes = random_attributes(NUM_PRIOR, images=False, generator=generator)
     prompts = demo.out / "prior.txt"
     with atomic_path(prompts) as temporary:
-        temporary.write_text("\n".join(random_captions(attributes, "train", generator)))
+        temporary.write_text("\n".join(random_captions(attributes, "train", generator)), encoding="utf-8")
     # guidance would make clips brighter than those that the model was trained on
     arguments = ["--prompt_file", str(prompts), "--count", str(NUM_PRIOR), "--guidance", "1"]
     run_module("megadit.train.data.prepare.command", "prior", str(demo.base), str(demo.prior), *arguments)

@@ -114,10 +114,10 @@ def _ask(demo: RewardDemo) -> None:
     """Write the scorer, and prompts of the training set's wording."""
     file = classifier.classifier_file(demo.base, demo.out, Bundle.open(demo.base).load_tokenizer())
     score.write_scorer(demo.scorer, file)
-    (demo.scorer / "scorer.py").write_text(_SCORER)
+    (demo.scorer / "scorer.py").write_text(_SCORER, encoding="utf-8")
     captions = score.random_captions(demo.attributes, "train", torch.Generator().manual_seed(demo.seed))
     with atomic_path(demo.prompts) as temporary:
-        temporary.write_text("".join(f"{caption}\n" for caption in captions))
+        temporary.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
 
 
 def _reward(demo: RewardDemo) -> None:

@@ -119,7 +119,7 @@ def write_scorer(folder: Path, reader_file: Path) -> None:
     """The folder of a classifier by the network in a file, which it gets a copy of."""
     folder.mkdir(exist_ok=True)
     shutil.copy(reader_file, folder / "classifier.safetensors")
-    (folder / "scorer.py").write_text(_SCORER)
+    (folder / "scorer.py").write_text(_SCORER, encoding="utf-8")
 
 
 def scorer_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:

@@ -154,7 +154,7 @@ def main() -> None:
     import pyarrow.parquet  # noqa: F401  before the limit, which is for what files take
 
     memory = int(sys.argv[1])
-    is_running = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    is_running = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (is_running + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     responses = os.fdopen(os.dup(1), "wb")
