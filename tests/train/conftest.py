@@ -27,6 +27,14 @@ def read_metrics() -> Callable[[Path], list[dict]]:
     return lambda out: [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def state_of(pid: int) -> str:
+    """The state of a process (proc(5)); "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 @pytest.fixture
 def start_until(start_ranks) -> Callable[..., list]:
     """start_until(step, count, "-m", "megadit.train", ...): ranks of a training whose first one suspends itself once
@@ -35,7 +43,7 @@ def start_until(start_ranks) -> Callable[..., list]:
     def start(step: int, count: int, *command: str) -> list:
         assert command[:2] == ("-m", "megadit.train")
         ranks = start_ranks(count, STOPS_ITSELF, step, *command[2:])
-        while Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        while state_of(ranks[0].pid) != "T":
             assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
             time.sleep(0.005)
         return ranks
