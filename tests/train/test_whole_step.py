@@ -57,7 +57,7 @@ pytestmark = [
 def cases_of(ranks, folder):
     if ranks > 1:
         return CASES[ranks]
-    shape = {"num_layers": 1, "num_attention_heads": 12, "head_dim": 8, "in_channels": CHANNELS}
+    shape = {"num_layers": 2, "num_attention_heads": 12, "head_dim": 8, "in_channels": CHANNELS}
     teacher = str(write(folder / "teacher", replace(load_recipe("digits_tiny").model, **shape), 0))
     student = {"init_from": teacher, "model": {"in_channels": CHANNELS}}
     distilled = {
