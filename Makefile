@@ -47,9 +47,9 @@ demo-shapes: $(READY)
 serve: $(READY)
 	@$(BIN)/megadit serve demo
 
-# Workers share the cores, a group of tests at a time (tests/workers.py). Fast tests wait often: three keep two cores
+# Workers share the cores, a group of tests at a time (tests/workers.py). Fast tests wait often: four keep two cores
 # busy; slow ones start ranks of their own.
-WORKERS ?= 3
+WORKERS ?= 4
 SLOW_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 

@@ -169,10 +169,10 @@ STAGES = (
         "make a clip of each held-out caption",
         _generate,
         lambda demo: [demo.generated],
-        seconds_of(0.12, of=_clips),
+        seconds_of(0.01, of=_clips),
     ),
-    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos], seconds_of(8)),
-    Stage("score", "classify every frame", _score, lambda demo: [demo.out / "score.json"], seconds_of(30)),
+    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos], seconds_of(3)),
+    Stage("score", "classify every frame", _score, lambda demo: [demo.out / "score.json"], seconds_of(16)),
     Stage(
         "evaluate",
         "measure distances from real clips",
