@@ -45,8 +45,7 @@ prepare() { # sets where, as whom and within what the tests run on a machine of 
         command -v setpriv >/dev/null || { left_out "there is no setpriv" && return; }
         setpriv --reuid nobody --clear-groups sh -c "exec '$PYTHON' -c ''" 2>/dev/null ||
             { left_out "$PYTHON lies in a folder that other users may not enter" && return; }
-        COPY=${COPY:-megadit} COPIES=$(mktemp -d) OWNER=nobody
-        SETTINGS+=(HOME="$COPIES" TMPDIR="$COPIES")
+        COPY=${COPY:-megadit} OWNER=nobody
         WITHIN+=(setpriv --reuid nobody --clear-groups)
         ;;
     offline)
@@ -69,6 +68,10 @@ run() {
         prepare "$name"
     done
     [[ $OUTCOME == passed ]] || return 0
+    if [[ $OWNER ]]; then
+        COPIES=$(mktemp -d)
+        SETTINGS+=(HOME="$COPIES" TMPDIR="$COPIES")
+    fi
     if [[ $COPY ]]; then
         folder=$COPIES/$COPY
         copied "$folder"
@@ -82,8 +85,8 @@ run() {
     if [[ $IS_BUSY ]]; then
         (while :; do :; done) &
     fi
-    cd "$folder" && env "${SETTINGS[@]}" "${WITHIN[@]}" \
-        "$python" -m pytest -q --numprocesses "${WORKERS:-3}" "${SELECTED[@]}" || OUTCOME=failed
+    (cd "$folder" && env "${SETTINGS[@]}" "${WITHIN[@]}" \
+        "$python" -m pytest -q --numprocesses "${WORKERS:-4}" "${SELECTED[@]}") || OUTCOME=failed
     [[ -z $IS_BUSY ]] || kill $!
     [[ -z $OWNER ]] || rm -rf "$COPIES"
 }

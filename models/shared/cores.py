@@ -75,6 +75,5 @@ def _max(folder: Path) -> list[str]:
 
 
 def _quota_and_period(folder: Path) -> tuple[str, str]:
-    return (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8"), (folder / "cpu.cfs_period_us").read_text(
-        encoding="utf-8"
-    )
+    quota, period = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+    return quota.read_text(encoding="utf-8"), period.read_text(encoding="utf-8")

@@ -199,12 +199,19 @@ def _kernel() -> list[str]:
         return [socket.gethostname()]
 
 
+def process_stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat after the name, which may be any bytes: state, parent, ... (proc(5)).
+
+    Raises:
+        OSError: if there is no such process.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
 def _process(pid: int) -> str | None:
     """Start time of a process, to detect reuse of its id; None if there is none."""
     try:
-        state, *values = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        state, *values = process_stat(pid)
     except OSError:
         return None
     return None if state in "ZX" else values[18]

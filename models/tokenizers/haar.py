@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 _TEMPORAL_FACTORS = (1, 2, 4, 8)
 _SPATIAL_FACTORS = (1, 2, 4, 8, 16)
 _PIXELS_AT_ONCE = 1 << 19
+"""Numbers of a few videos, which the cache of a core holds with what they become."""
 _PIXEL_SIGMA = 0.5
 """Approximate standard deviation of natural images in [-1, 1] (arXiv 2206.00364); an orthonormal transform keeps it."""
 

@@ -24,6 +24,7 @@ from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import cache_folder
+from megadit.models.shared.folder_lock import process_stat
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.launch.local_server import (
@@ -148,7 +149,7 @@ def _orphans(ports: set[int]) -> list[int]:
             words = _words(folder)
             is_server = "tritonserver" in {Path(word).name for word in words} or _GATEWAY <= set(words)
             if is_server and any(word.endswith(f"port={port}") for word in words for port in ports):
-                parent = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+                _, parent, *_ = process_stat(int(folder.name))
                 if "serve" not in _words(Path("/proc", parent)):
                     found.append(int(folder.name))
     return found
@@ -156,7 +157,7 @@ def _orphans(ports: set[int]) -> list[int]:
 
 def _words(folder: Path) -> list[str]:
     """The command line of a process."""
-    return (folder / "cmdline").read_text(errors="replace").split("\0")
+    return (folder / "cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
 
 
 def _log_of(port: int) -> Path | None:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadit.models.shared.folder_lock import process_stat
 from megadit.models.shared.progress import duration
 
 EXIT_CODE = 75
@@ -177,7 +178,7 @@ def _where(note: dict) -> str:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].strip()
+        state, *_ = process_stat(pid)
     except (ProcessLookupError, FileNotFoundError):  # the latter: it ended meanwhile
         return False
     except PermissionError:
