@@ -2,6 +2,9 @@
 
 import gc
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import many_rows
 import pytest
@@ -56,6 +59,20 @@ def peak_of(function) -> int:
         gc.unfreeze()
 
 
+def peaks_of(folder: Path) -> list[int]:
+    """Of listing, selecting, reporting, keeping and finding again what was scanned of a folder."""
+    notes = Notes(root=folder / "out")
+    stages = (
+        lambda: list_folder(folder / "source", "image"),
+        lambda: select(notes, Settings(duplicates="any_caption"), []),
+        lambda: report.write_report(notes),
+        lambda: keep_findings(notes),
+        lambda: all(map(EarlierFindings(notes).of, map(source_from_json, read_lines(notes.sources)))),
+    )
+    [stage() for stage in stages]  # imports
+    return list(map(peak_of, stages))
+
+
 LARGEST = {"list": 350, "select": 250, "report": 50, "keep": 50, "find again": 50}
 """Bytes of a row: two million fit a gigabyte, of which libraries take a quarter."""
 
@@ -65,22 +82,13 @@ def test_a_row_takes_few_bytes_in_each_stage(captions, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "BYTES_IN_MEMORY", 1)
     monkeypatch.setattr(files, "CHUNK_BYTES", 50)
     monkeypatch.setattr(report, "draw", lambda *_: None)
-    peaks = []
-    for rows in (200, 800):
-        folder, notes = tmp_path / str(rows), Notes(root=tmp_path / str(rows) / "out")
+    folders = {rows: tmp_path / str(rows) for rows in (200, 800)}
+    for rows, folder in folders.items():
         (folder / "source").mkdir(parents=True)
         for stage in ("fetch", "scan"):
             options = many_rows.Options(rows=rows, captions=captions, stage=stage, folder=folder)
             many_rows.run_stage(options, monkeypatch.setattr)
-        traced = (
-            lambda folder=folder: list_folder(folder / "source", "image"),
-            lambda notes=notes: select(notes, Settings(duplicates="any_caption"), []),
-            lambda notes=notes: report.write_report(notes),
-            lambda notes=notes: keep_findings(notes),
-            lambda notes=notes: all(map(EarlierFindings(notes).of, map(source_from_json, read_lines(notes.sources)))),
-        )
-        if not peaks:  # imports
-            [function() for function in traced]
-        peaks.append(list(map(peak_of, traced)))
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as alone:  # threads of other tests are not in a fork
+        peaks = list(alone.map(peaks_of, folders.values()))
     slopes = {what: (most - least) / 600 for what, least, most in zip(LARGEST, *peaks, strict=True)}
     assert all(slopes[what] < LARGEST[what] for what in LARGEST), slopes
