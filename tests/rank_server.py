@@ -96,6 +96,7 @@ def num_threads() -> int:
 def become(command: list[str], folder: str, environment: dict[str, str], output: int) -> None:
     """Runs the Python command in this process."""
     import numpy
+    import torch
 
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -104,6 +105,7 @@ def become(command: list[str], folder: str, environment: dict[str, str], output:
     os.environ.clear()
     os.environ.update(environment)
     numpy.random.seed()  # as in processes that have nothing in common
+    torch.set_num_threads(torch.get_num_threads())  # two threads that first use torch's pool after a fork race for it
     is_safe = command[0] == "-P"
     command = command[is_safe:]
     kind, *sys.argv = command if command[0] in ("-m", "-c") else ("script", *command)

@@ -51,6 +51,8 @@ def train(count: int, arguments: list[str], output: str) -> bool:
 
 
 def become_rank(rank: int, count: int, port: int, arguments: list[str], output: str) -> None:
+    import torch
+
     leave_with_parent()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     if count > 1:
@@ -58,6 +60,7 @@ def become_rank(rank: int, count: int, port: int, arguments: list[str], output: 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    torch.set_num_threads(torch.get_num_threads())  # two threads that first use torch's pool after a fork race for it
     code = 1
     try:
         code = import_module("megadit.train.__main__").main(arguments)
