@@ -55,8 +55,9 @@ prepare() { # sets where, as whom and within what the tests run on a machine of 
         WITHIN=(unshare $user sh -c 'ip link set lo up && exec "$@"' sh "${WITHIN[@]}")
         ;;
     python3.*)
-        command -v "$1" >/dev/null || { left_out "there is no $1" && return; }
-        COPY=${COPY:-$1} INTERPRETER=$(command -v "$1")
+        INTERPRETER=$("$1" -c 'import sys; print(sys.executable)' 2>/dev/null) ||  # a shim may stand for nothing
+            { left_out "there is no $1" && return; }
+        COPY=${COPY:-$1}
         ;;
     esac
 }
