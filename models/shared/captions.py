@@ -14,6 +14,7 @@ from megadit.models.shared.errors import UserError, choose_one
 
 CAPTION_COLUMNS = (
     *("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations", "messages"),
+    "output",  # of alpaca
     *("caption_json", "temporal_caption", "t2w_windows"),  # of cosmos-framework
 )
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path", "vision_path")

@@ -7,7 +7,7 @@
 | `prompt.txt` for `videos.txt`, line by line | finetrainers, CogVideo |
 | `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
 | any other table with captions whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
-| `captions.txt` with a header, as a CSV | Flickr8k |
+| `captions.txt` as a CSV, or without a header a file and its caption in a line | Flickr8k |
 | `*.toml` with `caption_extension` | kohya, musubi |
 """
 

@@ -13,6 +13,7 @@ from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import open_file
 from megadit.train.data.ingest.sources.parquet import read_parquet
+from megadit.train.data.ingest.sources.sniff import is_media_name
 
 JSON = (".jsonl", ".ndjson", ".json")
 TABLES = (".csv", ".tsv", *JSON, ".parquet")
@@ -23,6 +24,10 @@ MAX_JSON_BYTES = 1 << 27
 """Maximum size of a table that is one JSON document, which is read whole; JSON lines have no limit."""
 _SEPARATOR_LINE = re.compile(r"sep=.\s*$", re.IGNORECASE)
 """The first line of a CSV for Excel."""
+_CAPTION_NUMBER = re.compile(r"#\d+$")
+"""The number of a caption that Flickr8k has after the name of a file."""
+_SENTENCE = re.compile(r"[^\W\d_]\s+[^\W\d_]|[\u0370-\U0010ffff]")
+"""Two words, or a letter of other scripts: no header, score or name of a split."""
 REST = "\0rest"
 """The column of what a row of a CSV has more than its header."""
 
@@ -97,13 +102,18 @@ def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
 def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
     lines = lines_of(file, path)
     header = next((line for line in lines if line.strip() and not _SEPARATOR_LINE.match(line)), "")
-    delimiter = max(SEPARATORS, key=lambda each: _likelihood(header, each))
+    without_header = next((each for each in SEPARATORS if _is_captioned(header, each)), None)
+    delimiter = without_header or max(SEPARATORS, key=lambda each: _likelihood(header, each))
     has_blanks = f"{delimiter} " in header  # after separators: else those before a quote make it a part of the text
-    # strict: else a quote that is not closed takes in all rows after it
     rows = csv.DictReader(
-        chain([header], lines), restkey=REST, delimiter=delimiter, strict=True, skipinitialspace=has_blanks
+        chain([header], lines),
+        ("file_name", "caption") if without_header else None,
+        restkey=REST,
+        delimiter=delimiter,
+        strict=True,  # else a quote that is not closed takes in all rows after it
+        skipinitialspace=has_blanks,
     )
-    names, first = tuple(rows.fieldnames or ()), 2
+    names, first = tuple(rows.fieldnames or ()), 1 if without_header else 2
     try:
         for name in (*caption_columns(names), *file_columns(names)):
             if names.count(name) > 1:
@@ -111,12 +121,20 @@ def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
         for row in rows:
             if REST in row and caption_columns(names) == names[-1:]:  # commas of a caption without quotes
                 row[names[-1]] = delimiter.join([row[names[-1]], *row.pop(REST)])
+            if without_header:
+                row["file_name"] = _CAPTION_NUMBER.sub("", row["file_name"])
             yield row
             first = rows.line_num + 1
     except csv.Error as error:
         raise UserError(
             f"{path} cannot be read: in the row of line {first}: {error}; close each quote, and double those inside"
         ) from None
+
+
+def _is_captioned(line: str, separator: str) -> bool:
+    """Whether a line is the file name of a picture or video, and its caption."""
+    name, _, text = line.partition(separator)
+    return is_media_name(_CAPTION_NUMBER.sub("", name.strip(' "'))) and _SENTENCE.search(text) is not None
 
 
 def _likelihood(header: str, separator: str) -> tuple[bool, int]:

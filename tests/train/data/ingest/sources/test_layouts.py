@@ -241,7 +241,7 @@ BROKEN_TABLES = {
     "file twice": ("image,image,text\na.png,b.png,a dog\n", "has 2 columns 'image'; rename"),
     "no rows": ("file_name,text\n", "has no rows"),
     "empty": ("", "has no rows"),
-    "no header": ("a.png,a cat\nb.png,a dog\n", "no column of files; .* it has a.png, a cat$"),
+    "no header": ("a.png,cat\nb.png,dog\n", "no column of files; .* it has a.png, cat$"),
 }
 
 
@@ -514,6 +514,9 @@ OF_TOOLS = {
     "pandas": {"set.json": {"file_name": {"0": "a.png", "1": "b.png"}, "text": {"0": "a cat", "1": "a dog"}}},
     "after another list": {"set.json": {"info": [{}], "data": [{"image": f"{n}.png", "text": t} for n, t in PAIRS]}},
     "Flickr8k": {"captions.txt": CSV},
+    "Flickr8k's tokens": {"captions.txt": "a.png#0\ta cat\nb.png#0\ta dog\n"},
+    "no header": {"list.csv": "a.png,a cat\nb.png,a dog\n"},
+    "alpaca": {"set.json": [{"instruction": "?", "output": text, "images": [f"{n}.png"]} for n, text in PAIRS]},
     "Flickr30k": {"results.csv": "image_name| comment_number| comment\na.png| 0| a cat\nb.png| 0| a dog\n"},
     "camels": {"metadata.csv": CSV.replace("file_name,text", "imagePath,longCaption")},
     "numbered": {"metadata.csv": CSV.replace("text", "caption_1")},
@@ -541,6 +544,8 @@ def test_a_row_of_several_files_is_left_out(tmp_path):
 
 WITHOUT_CAPTIONS = {
     "scores": {"scores.csv": "file_name,score\na.png,1\nb.png,2\n"},
+    "scores without a header": {"scores.csv": "a.png,1\nb.png,2\n"},
+    "splits without a header": {"splits.csv": "a.png,train\nb.png,train\n"},
     "sizes": {"sizes.json": {"a.png": [8, 8], "b.png": [8, 8]}},
     "kohya's buckets": {"meta_lat.json": {n: {"train_resolution": [8, 8]} for n in "ab"}},
     "boxes": {"boxes.json": {
