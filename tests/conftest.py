@@ -21,6 +21,8 @@ workers.take_a_share_of_the_cores()  # conftest.py of folders import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which all programs would inherit
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("MEGADIT_VARIANTS", "rule")  # bits that are compared do not depend on a measurement
     if not workers.asks_for_gpus(config.option.markexpr):  # bits, ranks and memory are those of CPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
