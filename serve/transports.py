@@ -4,12 +4,10 @@ import base64
 import json
 import math
 import queue
-import ssl
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -20,6 +18,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
 from megadit.models.diffusion.conditioning_settings import split_keyframe
+from megadit.models.shared.addresses import tls_context
 from megadit.models.shared.cli.setting import plain
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import INPUTS
@@ -258,12 +257,6 @@ def _grpc_error(error: InferenceServerException) -> ServiceError:
 
 
 # ------------------------------------------------------------------------------------------------------ HTTP
-
-
-@cache
-def tls_context() -> ssl.SSLContext:
-    """The certificates that httpx trusts, for all requests of a process: reading them takes longer than most."""
-    return httpx.create_ssl_context()
 
 
 @dataclass(slots=True)

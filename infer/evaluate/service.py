@@ -18,6 +18,7 @@ import numpy as np
 
 from megadit.infer.evaluate.generated import received
 from megadit.models.diffusion.settings import SERVED, SamplingSettings
+from megadit.models.shared.addresses import tls_context
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_key
@@ -59,7 +60,9 @@ class ServiceMaker:
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url
-        self._http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60.0)
+        self._http = httpx.Client(
+            base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60.0, verify=tls_context()
+        )
         self._model, self._says = self._first_model()
         try:
             self.defaults = SamplingSettings(**self._says)

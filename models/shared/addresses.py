@@ -1,9 +1,11 @@
-"""Public and private IP addresses, and URLs without their passwords."""
+"""Public and private IP addresses, URLs without their passwords, and the certificates of HTTPS."""
 
 import ipaddress
 import re
 import socket
+import ssl
 from contextlib import ExitStack
+from functools import cache
 
 from megadit.models.shared.errors import UserError
 
@@ -87,3 +89,11 @@ def check_free(host: str, port: int, flag: str, name: str = "") -> None:
         except OSError as error:
             what = f"{host}:{port}{name and f' ({name})'}"
             raise UserError(f"{what} cannot be used: {error.strerror}; {flag} takes another") from error
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """The certificates that httpx trusts, for all clients of a process: reading them takes longer than a request."""
+    import httpx
+
+    return httpx.create_ssl_context()

@@ -21,6 +21,7 @@ import httpx
 
 from megadit.models.diffusion.conditioning_settings import split_keyframe
 from megadit.models.diffusion.settings import SERVED
+from megadit.models.shared.addresses import tls_context
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
@@ -80,6 +81,7 @@ class GatewayClient:
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(_CONNECT_SECONDS, read=_SILENT_SECONDS),
+            verify=tls_context(),
         )
         self.info()
 

@@ -20,14 +20,13 @@ from typing import Any
 import httpx
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.models.shared.addresses import is_address, is_link_local, is_public
+from megadit.models.shared.addresses import is_address, is_link_local, is_public, tls_context
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.store.database import in_a_line
 from megadit.serve.gateway.store.jobs import Job
 from megadit.serve.gateway.store.keys import Key, KeyRing
 from megadit.serve.gateway.store.store import JobStore
-from megadit.serve.transports import tls_context
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ANSWER = 10.0

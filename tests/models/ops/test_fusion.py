@@ -119,18 +119,18 @@ def test_packs_of_every_kind_are_drawn():
     assert {len(x.groups) > 1 for x in packs} == {len(x.segments) > 1 for x in packs} == {True, False}
 
 
-def test_a_hundred_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
+def test_forty_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
     dit, chance = network(), random.Random(0)
     for _ in range(2):
         run_pack(dit, chance)
     after_two_steps = Counter(made)
-    for _ in range(40):
+    for _ in range(18):
         run_pack(dit, chance)
     assert made == after_two_steps, "a run compiles nothing after its second step"
-    for _ in range(20):
+    for _ in range(8):
         run_pack(dit, chance, is_training=False)
     assert made == after_two_steps, "nor in its validation"
-    for _ in range(40):
+    for _ in range(12):
         run_batch(dit, chance)
     assert made and max(made.values()) <= MOST, made
     assert len({chain[:2] for chain in made}) == 7

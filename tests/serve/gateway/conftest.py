@@ -18,6 +18,7 @@ import httpx
 import pytest
 import uvicorn
 
+from megadit.models.shared.addresses import tls_context
 from megadit.serve.contract import Limits, ServiceInfo
 from megadit.serve.gateway import service
 from megadit.serve.gateway.http.app import create_app
@@ -180,7 +181,7 @@ class RunningGateway:
 
     def client(self, key: str | None = None, **limits) -> httpx.Client:
         headers = {"authorization": f"Bearer {key or self.new_key(**limits)}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, verify=tls_context())
 
     def new_key(self, *, webhook_url: str | None = None, **limits) -> str:
         with contextlib.closing(Database(self.store)) as database:
@@ -191,7 +192,7 @@ class RunningGateway:
         return responds(f"{self.url}/health/ready")
 
     def metrics(self) -> str:
-        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
+        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60, verify=tls_context()).text
 
     def restart(self) -> "RunningGateway":
         with self.log.open("ab") as log:

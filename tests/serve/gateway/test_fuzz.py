@@ -28,7 +28,6 @@ from tests.memory import within_memory
 
 from ..media import MASK, MP4, PNG
 
-schemathesis = pytest.importorskip("schemathesis")
 grpcclient = pytest.importorskip("tritonclient.grpc")
 
 MODELS = frozenset({"text_to_video"})
@@ -145,6 +144,7 @@ def test_a_write_elsewhere_is_noticed(watching, guarded, tmp_path):
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, guarded, make_all, fuzzed, mode):
     """Every operation of the OpenAPI description, with what it allows and with what it does not, by three callers."""
+    schemathesis = pytest.importorskip("schemathesis")
     limits = {"max_active": 10**9, "videos_per_day": 10**9}
     owner, other = new_key(**limits)[0], new_key(**limits)[0]
     client = visit(owner)

@@ -20,7 +20,6 @@ CHANNELS, TEXT_WIDTH = 4, 8
 def quick_forks() -> None:
     """Reader processes look through and collect all objects that they are forked with; those of earlier tests no longer
     count."""
-    gc.collect()
     gc.freeze()
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megadit.models.shared.addresses import is_link_local
+from megadit.models.shared.addresses import is_link_local, tls_context
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
@@ -19,7 +19,6 @@ from megadit.serve.gateway.jobs.webhooks import Webhooks, signature
 from megadit.serve.gateway.store.jobs import NewJob, Result
 from megadit.serve.gateway.store.keys import KeyLimits
 from megadit.serve.gateway.store.store import JobStore
-from megadit.serve.transports import tls_context
 
 MODELS = frozenset({"text_to_video"})
 RESULT = Result(name="a.mp4", media_type="video/mp4", num_bytes=3, sha256="0" * 64)

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from megadit.models.shared.addresses import tls_context
+
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0
 """Seconds of the first pause; each is twice the previous one, or as the server requests."""
@@ -69,7 +71,9 @@ async def _exchange_all(items, exchange, done, at_once, seconds, client) -> None
             done(item, reason)
 
     headers = {"User-Agent": "megadit", "Accept-Encoding": "identity"} | client.pop("headers", {})
-    async with httpx.AsyncClient(headers=headers, limits=httpx.Limits(max_connections=at_once), **client) as http:
+    async with httpx.AsyncClient(
+        headers=headers, limits=httpx.Limits(max_connections=at_once), verify=tls_context(), **client
+    ) as http:
         await asyncio.gather(*(work(http) for _ in range(at_once)))
 
 
