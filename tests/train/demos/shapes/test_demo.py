@@ -23,9 +23,13 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         raise UserError("seen")
 
     monkeypatch.setattr(demo_module, "run_stages", stop)
+    monkeypatch.setattr(demo_module, "ranks_that_gain", lambda: 2)
     assert demo_module.main(["--out", str(tmp_path), "--ranks", "1", "--quick"]) == 2
     assert demo_module.main([]) == 2
-    assert asked == [ShapesDemo(out=tmp_path, size=QUICK, num_ranks=1), ShapesDemo(out=Path("runs/demo-shapes"))]
+    assert asked == [
+        ShapesDemo(out=tmp_path, size=QUICK, num_ranks=1),
+        ShapesDemo(out=Path("runs/demo-shapes"), num_ranks=2),
+    ]
 
 
 def test_no_ranks(tmp_path):
