@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.ops.linear import linear
+from megadit.models.ops.reference import linear
 
 ATTRIBUTE = "adapters"
 """Attribute of a linear that holds its adapters."""

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.embeddings import Rotary
-from megadit.models.ops.attention import attention
-from megadit.models.ops.linear import Linear
-from megadit.models.ops.qk_norm_rope import qk_norm_rope
+from megadit.models.ops.reference import Linear, attention, qk_norm_rope
 from megadit.models.packing.layout import Layout
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Layout, bool], Tensor]

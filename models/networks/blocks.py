@@ -20,10 +20,8 @@ from megadit.models.networks.axial import Arrangement, AxialInputs, move
 from megadit.models.networks.embeddings import Rotary
 from megadit.models.networks.experts import ExpertMLP
 from megadit.models.networks.modulation import NormWeight, Vectors, build_modulation
-from megadit.models.ops.gated_residual import gated_residual
 from megadit.models.ops.ledger import cheap, cheap_values_recomputed
-from megadit.models.ops.linear import Linear, fuses_gelu, linear
-from megadit.models.ops.modulated_norm import modulated_norm, rms_norm
+from megadit.models.ops.reference import Linear, fuses_gelu, gated_residual, linear, modulated_norm, rms_norm
 from megadit.models.packing.layout import Layout
 from megadit.models.packing.segments import ConditionRows
 

@@ -37,8 +37,8 @@ from megadit.models.networks.embeddings import (
     unpatchify,
 )
 from megadit.models.networks.modulation import SharedModulation
-from megadit.models.ops.condition_rows import two_or_more
-from megadit.models.ops.linear import Linear
+from megadit.models.ops.fusion import two_or_more
+from megadit.models.ops.reference import Linear
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import Layout, PackLayout
 from megadit.models.packing.segments import DenseRows

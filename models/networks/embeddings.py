@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.ops.fusion import fused
-from megadit.models.ops.linear import Linear
+from megadit.models.ops.reference import Linear
 from megadit.models.ops.registry import Op
 
 FPS_WIDTH = 256
@@ -58,7 +58,8 @@ def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> 
     )
 
 
-def _sinusoids(
+@Op
+def sinusoids(
     value_G: Tensor, num_frequencies: int, scale: float, shift: float, cos_first: bool, dtype: torch.dtype
 ) -> Tensor:
     """Sines, then cosines (`cos_first`: before them), of `scale * value` at frequencies 10000^(-i / (n - shift)), i < n
@@ -70,12 +71,9 @@ def _sinusoids(
     return torch.cat(parts, dim=-1).to(dtype)
 
 
-sinusoids = Op("sinusoids", _sinusoids)
-
-
 @sinusoids.variant("one_pass", suits=lambda value, *settings: not value.requires_grad)
 def _one_pass(value_G: Tensor, *settings) -> Tensor:
-    return fused(_sinusoids, value_G, *settings)
+    return fused(sinusoids.reference.compute, value_G, *settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

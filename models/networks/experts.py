@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.experts import ExpertConfig
-from megadit.models.ops.linear import linear
+from megadit.models.ops.reference import linear
 from megadit.models.packing.layout import Layout
 from megadit.models.packing.segments import ConditionRows, LengthGroup
 

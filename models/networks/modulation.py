@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.ops.linear import Linear
+from megadit.models.ops.reference import Linear
 
 Vectors = tuple[Tensor, ...]
 """Shift, scale and gate of one sublayer, [G, D] each; the final layer has no gate."""

@@ -22,7 +22,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack
 from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import token_sequence
-from megadit.models.ops.linear import Linear
+from megadit.models.ops.reference import Linear
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import Layout, PackLayout
 from megadit.models.packing.segments import Grid

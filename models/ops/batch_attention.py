@@ -1,4 +1,4 @@
-"""batch_attention: attention over a uniform batch, by torch's fused kernel unless another is faster.
+"""Variants of `batch_attention`: torch's fused kernel unless another is faster.
 
 Shapes: B batch, N heads, S queries, L keys, K head dim.
 """
@@ -10,30 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.ops.registry import Op
+from megadit.models.ops.reference import batch_attention
 from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 
-QUERIES = 1024
-"""Number of queries whose scores the reference holds in memory at once."""
 _matmul = torch.backends.mkldnn.matmul
-
-
-def _reference(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended to; it may also have a
-    row for each query."""
-    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BNSK, k_BNLK, v_BNLK))
-    outputs, start = [], 0
-    for some in q.split(QUERIES, dim=2):  # for a long video, all scores would not fit in memory
-        score_BNSL = some @ k.mT * q.shape[-1] ** -0.5
-        if mask_B11L is not None:
-            rows = mask_B11L if mask_B11L.shape[2] == 1 else mask_B11L[:, :, start : start + QUERIES]
-            score_BNSL = score_BNSL.masked_fill(~rows, float("-inf"))
-        outputs.append(score_BNSL.softmax(-1) @ v)
-        start += QUERIES
-    return torch.cat(outputs, dim=2).to(q_BNSK.dtype)
-
-
-batch_attention = Op("batch_attention", _reference)
 
 
 def _needs_full_precision(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

@@ -4,7 +4,6 @@ Shapes: S video tokens, B batch, D width, G modulation rows, c token spans of a 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.ops.fusion import has_kernels, is_compiled
@@ -39,18 +38,6 @@ def are_in_shreds(x: Tensor, rows: Rows | None) -> bool:
 def are_dense(rows: Rows | None) -> bool:
     """Whether they are the rows of a uniform batch with conditioning tokens."""
     return isinstance(rows, DenseRows)
-
-
-def of_each_token(x_GD: Tensor, rows: Rows) -> Tensor:
-    """The row of each token, [S, B, D]; B is 1 for a pack."""
-    row = rows.of_token(x_GD.device)
-    return x_GD[row if row.ndim == 2 else row[:, None]]
-
-
-def two_or_more(x_G: Tensor) -> Tensor:
-    """The rows [G, ...]; when compiling, a single row gets an unused second one: packs of one segment would otherwise
-    be compiled separately."""
-    return F.pad(x_G, (0, 0) * (x_G.ndim - 1) + (0, 1)) if len(x_G) == 1 and is_compiled(x_G) else x_G
 
 
 def tokens_of(x_S1D: Tensor, group: Group) -> Tensor:

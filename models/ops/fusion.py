@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -58,6 +59,12 @@ _AS_WRITTEN: set[Callable] = set()
 def is_compiled(x: Tensor) -> bool:
     """Whether chains of operations on `x`, of any shape, are compiled."""
     return x.device.type in COMPILED_ON and not torch.compiler.is_compiling()
+
+
+def two_or_more(x_G: Tensor) -> Tensor:
+    """The rows [G, ...]; when compiling, a single row gets an unused second one: packs of one segment would otherwise
+    be compiled separately."""
+    return F.pad(x_G, (0, 0) * (x_G.ndim - 1) + (0, 1)) if len(x_G) == 1 and is_compiled(x_G) else x_G
 
 
 def has_kernels(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""gated_residual: x + gate * y, with a gate for each sample (adaLN-Zero, arXiv 2212.09748, section 3.2).
+"""Variants of `gated_residual`.
 
 Shapes: S video tokens, B batch, D width, G modulation rows.
 """
@@ -12,24 +12,14 @@ from megadit.models.ops.condition_rows import (
     are_in_runs,
     are_in_shreds,
     are_looked_up,
-    of_each_token,
     rows_of,
     sum_rows,
     sum_tokens,
     tokens_of,
 )
 from megadit.models.ops.fusion import fused
-from megadit.models.ops.registry import Op
+from megadit.models.ops.reference import gated_residual
 from megadit.models.packing.segments import Rows
-
-
-def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None = None) -> Tensor:
-    """x + gate * y; `rows` says which gate each token has; without it, batch element b has gate b."""
-    gate = gate_GD if rows is None else of_each_token(gate_GD, rows)
-    return torch.addcmul(x_SBD, gate, y_SBD)
-
-
-gated_residual = Op("gated_residual", _reference)
 
 
 @gated_residual.variant("by_run", suits=lambda x, gate, y, rows=None: are_dense(rows))

@@ -59,6 +59,10 @@ class Memory(Protocol):
         """The block's forward has ended."""
 
 
+_NOTE: ContextVar[Callable[[Tensor, Callable[..., Tensor], tuple], None] | None] = ContextVar("note", default=None)
+"""`_Ledger.note` of the block that is computing, where its cheap values are recomputed."""
+
+
 class _Entry(NamedTuple):
     storage: StorageWeakRef
     """While this is held, no other storage can have the same `cdata`, even after the value's memory is freed."""
@@ -88,6 +92,8 @@ class _Ledger:
         self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
     def note(self, value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
+        if value.numel() < SMALL or not value.requires_grad or not value.is_contiguous():
+            return
         if not self._entries and self._memory is None:  # a block with small values needs no hooks
             self._start()
         recipe = Recipe(function, tuple(self._looked_up(x.detach()) if isinstance(x, Tensor) else x for x in inputs))
@@ -132,9 +138,6 @@ def _unpack(packed: Any) -> Any:
     return packed.get() if isinstance(packed, Place) else packed
 
 
-_LEDGER: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)
-
-
 def cheap_values_recomputed(memory: Memory | None = None) -> AbstractContextManager[None]:
     """Context in which autograd saves recipes in place of the values of cheap functions, and everything else in
     `memory`: entered once for each block.
@@ -150,11 +153,11 @@ def cheap_values_recomputed(memory: Memory | None = None) -> AbstractContextMana
 def _open_ledger(memory: Memory | None) -> Iterator[None]:
     with ExitStack() as hooks:
         ledger = _Ledger(hooks, memory)
-        token = _LEDGER.set(ledger)
+        token = _NOTE.set(ledger.note)
         try:
             yield
         finally:
-            _LEDGER.reset(token)
+            _NOTE.reset(token)
             ledger.clear()
 
 
@@ -166,9 +169,8 @@ def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
     must not change in place before the backward: autograd does not check them here. A value that is not contiguous is
     saved, because autograd may save it with another memory order.
     """
-    ledger = _LEDGER.get()
-    if ledger is not None and value.numel() >= SMALL and value.requires_grad and value.is_contiguous():
-        ledger.note(value, function, inputs)
+    if (note_here := _NOTE.get()) is not None:
+        note_here(value, function, inputs)
 
 
 def cheap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -190,10 +192,10 @@ def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     """
 
     def without_ledger(*inputs: Any) -> Any:
-        token = _LEDGER.set(None)  # everything is already computed twice
+        token = _NOTE.set(None)  # everything is already computed twice
         try:
             return function(*inputs)
         finally:
-            _LEDGER.reset(token)
+            _NOTE.reset(token)
 
     return checkpoint(without_ledger, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""linear: x W^T + b; on CPUs by oneDNN, in inference fused with GELU; for experts with one matrix each.
+"""Variants of `linear`: on CPUs by oneDNN, in inference fused with GELU; for experts with one matrix each.
 
 torch uses MKL for float32 products, which reaches less than half of oneDNN's rate on some processors (AMD's with
 AVX-512) and about the same on others. Measurements: train/LOG.md.
@@ -11,11 +11,11 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megadit.models.machine import processor
 from megadit.models.ops.crossover import NEVER, Crossover
-from megadit.models.ops.registry import Op
+from megadit.models.ops.reference import linear
 
 FEWEST_ROWS = 4
 """Minimum number of tokens for oneDNN: with fewer, a product is limited by reading its matrix, in MKL as well."""
@@ -25,43 +25,6 @@ _BY_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backe
 """The oneDNN op of torch's compiler on CPUs: (x, weight, bias, activation, its scalars, its algorithm)."""
 SIZES = () if _BY_ONEDNN is None else tuple(2**power for power in range(21, 28, 2))
 """Numbers of multiplications at which products are timed."""
-
-
-def _reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | None = None, counts_E: Tensor | None = None
-) -> Tensor:
-    """x W^T + b, [..., I] -> [..., O].
-
-    Args:
-        x: [..., I].
-        weight: [O, I], or [E, O, I] with `counts_E`.
-        bias: [O].
-        gelu: `approximate` of `F.gelu`, which is applied to the result; None applies nothing.
-            counts_E: x is [N, I], and expert e computes `counts_E[e]` consecutive rows, after those of expert e - 1.
-    """
-    if counts_E is not None:
-        parts = zip(x.split(counts_E.tolist()), weight.unbind(), strict=True)
-        return torch.cat([F.linear(x_nI, weight_OI) for x_nI, weight_OI in parts])
-    y = F.linear(x, weight, bias)
-    return y if gelu is None else F.gelu(y, approximate=gelu)
-
-
-linear = Op("linear", _reference)
-
-
-class Linear(nn.Linear):
-    """`torch.nn.Linear` with this op."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return linear(x, self.weight, self.bias)
-
-
-def fuses_gelu(layer: nn.Module) -> bool:
-    """Whether nothing else reads a layer's output before its GELU: linear(..., gelu=...) may then compute both."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(layer) is not Linear:
-        return False
-    return not (layer._forward_pre_hooks or layer._forward_hooks)  # hooks must see the layer's call
 
 
 # --- oneDNN -------------------------------------------------------------------------------------------------------
@@ -146,7 +109,7 @@ def _products(multiplications: int, gelu: str | None = None) -> tuple[Callable, 
     """A product of a network of width 512, or an MLP's first, by oneDNN and by torch."""
     width, out = 512, 512 if gelu is None else 2048
     x, weight, bias = torch.randn(multiplications // (width * out), width), torch.randn(out, width), torch.randn(out)
-    return lambda: onednn_product(x, weight, bias, gelu), lambda: _reference(x, weight, bias, gelu)
+    return lambda: onednn_product(x, weight, bias, gelu), lambda: linear.reference.compute(x, weight, bias, gelu)
 
 
 def _products_with_gradients(multiplications: int) -> tuple[Callable, Callable]:

@@ -1,4 +1,4 @@
-"""modulated_norm: norm(x) * (1 + scale) + shift, with shift and scale for each sample (adaLN).
+"""Variants of `modulated_norm`.
 
 On a CPU a pack's forward gathers no row per token: a length group is viewed as a batch and broadcast; only if
 conditioning tokens cut the pack into many small groups, all tokens are processed at once. The backward reduces over
@@ -19,50 +19,13 @@ from megadit.models.ops.condition_rows import (
     are_in_runs,
     are_in_shreds,
     are_looked_up,
-    of_each_token,
     rows_of,
     sum_rows,
     sum_tokens,
     tokens_of,
 )
 from megadit.models.ops.fusion import fused
-from megadit.models.ops.ledger import cheap
-from megadit.models.ops.registry import Op
-from megadit.models.packing.segments import Rows
-
-
-def _reference(
-    x_SBD: Tensor,
-    shift_GD: Tensor,
-    scale_GD: Tensor,
-    eps: float,
-    rows: Rows | None = None,
-    rms_weight_D: Tensor | None = None,
-) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift (arXiv 2212.09748, section 3.2).
-
-    With `rms_weight_D`, RMSNorm(x) * weight in place of LayerNorm(x). `rows` says which row each token of a pack
-    (B = 1) has; without it, batch element b has row b.
-    """
-    shift, factor = shift_GD, _factor(scale_GD, rms_weight_D)
-    if rows is not None:
-        shift, factor = of_each_token(shift, rows), of_each_token(factor, rows)
-    is_rms = rms_weight_D is not None
-    y_SBD = _normalize(x_SBD, eps, True)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
-    return torch.addcmul(shift, y_SBD, factor)
-
-
-def _factor(scale_GD: Tensor, rms_weight_D: Tensor | None) -> Tensor:
-    return 1 + scale_GD if rms_weight_D is None else rms_weight_D * (1 + scale_GD)
-
-
-modulated_norm = Op("modulated_norm", _reference, cheap=True)
-
-
-@cheap
-def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, [S, B, D], the same for every sample."""
-    return _normalize(x_SBD, eps, True)[0] * weight_D
+from megadit.models.ops.reference import modulated_norm, modulation_factor, rms_normalized
 
 
 def _is_one_sample(x, shift, scale, eps, rows=None, rms_weight=None) -> bool:
@@ -72,13 +35,13 @@ def _is_one_sample(x, shift, scale, eps, rows=None, rms_weight=None) -> bool:
 @modulated_norm.variant("one_sample", suits=_is_one_sample)
 def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, rows=None, rms_weight=None) -> Tensor:
     """torch's own norm with weight and bias, in one pass: [S, 1, D]."""
-    return F.layer_norm(x_S1D, x_S1D.shape[-1:], _factor(scale_1D, None)[0], shift_1D[0], eps)
+    return F.layer_norm(x_S1D, x_S1D.shape[-1:], modulation_factor(scale_1D, None)[0], shift_1D[0], eps)
 
 
 @modulated_norm.variant("by_run", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_dense(rows))
 def by_run(x_SBD, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     """norm(x) (1 + scale) + shift, [S, B, D]; conditioning tokens and generated tokens each broadcast their row."""
-    factor_GD = _factor(scale_GD, rms_weight_D)
+    factor_GD = modulation_factor(scale_GD, rms_weight_D)
     y_SBD = _normalize(x_SBD, eps, rms_weight_D is not None)[0]
     runs = [torch.addcmul(shift_GD[own], y_SBD[first:stop], factor_GD[own]) for (first, stop), own in rows.runs]
     return torch.cat(runs)
@@ -107,7 +70,7 @@ def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
 )
 def all_at_once(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     """norm(x) (1 + scale) + shift, [S, 1, D]; with a copy of the row for each token."""
-    factor_GD, groups = _factor(scale_GD, rms_weight_D), (rows.of_token(x_S1D.device),)
+    factor_GD, groups = modulation_factor(scale_GD, rms_weight_D), (rows.of_token(x_S1D.device),)
     return _ByGroup.apply(x_S1D, shift_GD, factor_GD, eps, groups, rms_weight_D is not None)
 
 
@@ -116,7 +79,7 @@ def all_at_once(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tens
 )
 def by_length_group(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     """norm(x) (1 + scale) + shift, [S, 1, D], one length group after another."""
-    factor_GD = _factor(scale_GD, rms_weight_D)
+    factor_GD = modulation_factor(scale_GD, rms_weight_D)
     return _ByGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows.groups, rms_weight_D is not None)
 
 
@@ -127,9 +90,8 @@ def _normalize(x: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor | No
     """(y, mean, 1 / root): y = (x - mean) / root; an RMS norm has no mean."""
     if not is_rms:
         return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the mean of squares overflows half precision
-    rms_inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (x * rms_inverse).to(x.dtype), None, rms_inverse
+    y, rms_inverse = rms_normalized(x, eps)
+    return y, None, rms_inverse
 
 
 def _normalize_backward(grad_y: Tensor, x: Tensor, mean: Tensor | None, root_inverse: Tensor) -> Tensor:
@@ -175,7 +137,7 @@ class _ByGroup(torch.autograd.Function):
 
 def _gain(scale_GD: Tensor, rms_weight_D: Tensor | None) -> Tensor:
     """The rows that kernels read: the scale, to which they add 1, or the whole factor of an RMS norm."""
-    return scale_GD if rms_weight_D is None else _factor(scale_GD, rms_weight_D)
+    return scale_GD if rms_weight_D is None else modulation_factor(scale_GD, rms_weight_D)
 
 
 def _factor_of_tokens(gain: Tensor, row_S: Tensor, is_rms: bool) -> Tensor:

@@ -1,34 +1,13 @@
-"""qk_norm_rope: per-head RMS normalisation of queries or keys, and rotary embedding, in one step.
+"""Variants of `qk_norm_rope`.
 
 Shapes: S tokens, B batch, N heads, K head dim.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.ops.fusion import fused, is_compiled
-from megadit.models.ops.registry import Op
-
-
-def _reference(
-    x_SBNK: Tensor, weight_K: Tensor | None, cos_SBNK: Tensor | None, sin_SBNK: Tensor | None, eps: float
-) -> Tensor:
-    """x / rms(x) * weight per head, then rotary embedding: y * cos + swap(y) * sin; `swap` swaps halves.
-
-    QK-norm is arXiv 2302.05442 with RMSNorm, the rotation arXiv 2104.09864 with channel i paired with i + K/2. If
-    the weight is None it only rotates, if cos and sin are None it only normalises.
-    """
-    y = x_SBNK.to(torch.promote_types(x_SBNK.dtype, torch.float32))
-    if weight_K is not None:
-        y = F.rms_norm(y, y.shape[-1:], eps=eps) * weight_K
-    if cos_SBNK is not None:
-        first, second = y.chunk(2, dim=-1)
-        y = y * cos_SBNK + torch.cat([second, first], dim=-1) * sin_SBNK
-    return y.to(x_SBNK.dtype)
-
-
-qk_norm_rope = Op("qk_norm_rope", _reference)
+from megadit.models.ops.reference import qk_norm_rope
 
 
 def _learns(x, weight, *_) -> bool:

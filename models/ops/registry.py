@@ -1,11 +1,4 @@
-"""An op is one computation of the network: a reference that defines it, and faster variants.
-
-linear            x W^T + b, its GELU, and products with one matrix for each expert
-    attention         softmax(q k^T / sqrt(K)) v within each sample of a batch or pack
-    batch_attention   the same over a uniform batch: what `attention` calls for each length group
-    modulated_norm    norm(x) (1 + scale) + shift
-    gated_residual    x + gate y
-    qk_norm_rope      per-head RMS norm of queries and keys, and rotary embedding
+"""An op is one computation of the network: a reference that defines it (`reference.py`), and faster variants.
 
 Every call goes through `Op.choose`; no other code selects an implementation by device, precision or size.
 """
@@ -43,21 +36,17 @@ class Op:
     Variants are tried in the order of registration; the reference is used if none of them suits.
     """
 
-    def __init__(self, name: str, reference: Callable[..., Tensor], *, cheap: bool = False) -> None:
-        """
-        Args:
-                name: its name in `OPS` and `force_variants`.
-                reference: the definition, for any inputs and devices.
-                cheap: whether its value is recomputed in backward instead of saved (`ledger.py`).
-        """
-        self.name, self.cheap = name, cheap
+    def __init__(self, reference: Callable[..., Tensor], *, cheap: bool = False) -> None:
+        """Decorate the definition, for any inputs and devices, whose name is that in `OPS` and `force_variants`; the
+        value of a `cheap` one is recomputed in backward instead of saved (`ledger.py`)."""
+        self.name, self.cheap = reference.__name__, cheap
         self.__module__ = reference.__module__
         self.reference = self.traceable = Variant("reference", reference, lambda *_: True)
         self.variants: dict[str, Variant] = {}
         """All variants except the reference, the most specific first."""
         self.calls: Counter[str] = Counter()
         """How often each variant ran in this process."""
-        OPS[name] = self
+        OPS[self.name] = self
 
     def __reduce__(self) -> str:
         """Copy and pickle by name, so that copies of a network share the module's op."""

@@ -19,7 +19,8 @@ from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, synchronize, t
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megadit.models.megatron.parallelism.block_attention import attend_block, attend_block_backward
-from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention, switch_to_flash_attention_3
+from megadit.models.ops.attention import attend_by_length_group, attend_varlen, switch_to_flash_attention_3
+from megadit.models.ops.reference import attention
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 

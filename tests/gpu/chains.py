@@ -8,9 +8,7 @@ from rows import DEVICE, DTYPE, HAS_GPU, attempt, normal, seconds, size, synchro
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import fusion
-from megadit.models.ops.gated_residual import gated_residual
-from megadit.models.ops.modulated_norm import modulated_norm
-from megadit.models.ops.qk_norm_rope import qk_norm_rope
+from megadit.models.ops.reference import gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 

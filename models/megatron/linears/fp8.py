@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from megadit.models.megatron.linears.shares import Share, share_of
 from megadit.models.megatron.plan import Role
 from megadit.models.ops.fusion import fused, has_kernels
-from megadit.models.ops.linear import linear
+from megadit.models.ops.reference import linear
 
 
 class Format(NamedTuple):

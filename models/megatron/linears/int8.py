@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megadit.models.megatron.linears.shares import Share, share_of
 from megadit.models.megatron.plan import Role, role_of
-from megadit.models.ops.linear import linear
+from megadit.models.ops.reference import linear
 
 LARGEST = 127
 STEPS_DTYPE = torch.bfloat16

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megadit.models.megatron.plan import COLUMN, ROW, Role
-from megadit.models.ops.linear import linear
+from megadit.models.ops.reference import linear
 
 
 def split_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:

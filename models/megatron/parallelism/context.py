@@ -27,7 +27,7 @@ from megadit.models.megatron.parallelism.block_attention import (
     attend_block_tangent,
 )
 from megadit.models.networks.attention import AttentionCore
-from megadit.models.ops.attention import attention
+from megadit.models.ops.reference import attention
 from megadit.models.packing.layout import CPU, Layout, PackLayout, computed
 from megadit.models.packing.segments import TokenMesh
 

@@ -103,7 +103,7 @@ def test_reversed_values_would_be_noticed(monkeypatch):
     assert (packed - single).norm() > 0.01 * single.norm()
 
 
-def test_neither_padding_nor_another_sample_is_attended():
+def test_neither_padding_nor_another_sample_isattended():
     dit, samples = random_dit(), Samples()
     before = samples.run_packed(dit)
     samples.tokens[60:] = 100.0

@@ -12,9 +12,10 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import QKNorm
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import attention as attentions
-from megadit.models.ops import batch_attention, linear, tiled_attention
-from megadit.models.ops.attention import attend_by_length_group, attention
+from megadit.models.ops import batch_attention, linear, reference, tiled_attention
+from megadit.models.ops.attention import attend_by_length_group
 from megadit.models.ops.crossover import NEVER
+from megadit.models.ops.reference import attention
 from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run
 from megadit.models.packing.dense_layout import DenseLayout, grid_positions
 from megadit.models.packing.layout import PackLayout
@@ -211,6 +212,6 @@ def test_attentions_definition_takes_some_queries_at_a_time(monkeypatch, rows):
     q, k, v = torch.randn(3, 2, 2, 12, 8, dtype=torch.float64)
     mask = torch.rand(2, 1, rows, 12) < 0.7
     mask[..., 0] = True
-    whole = batch_attention.batch_attention.reference.compute(q, k, v, mask)
-    monkeypatch.setattr(batch_attention, "QUERIES", 5)
-    torch.testing.assert_close(batch_attention.batch_attention.reference.compute(q, k, v, mask), whole)
+    whole = reference.batch_attention.reference.compute(q, k, v, mask)
+    monkeypatch.setattr(reference, "QUERIES", 5)
+    torch.testing.assert_close(reference.batch_attention.reference.compute(q, k, v, mask), whole)

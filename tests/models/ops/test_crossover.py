@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megadit.models.ops import crossover, linear
-from megadit.models.ops.batch_attention import batch_attention
 from megadit.models.ops.crossover import CROSSOVERS, NEVER, Crossover, apply_crossovers, describe_crossovers
+from megadit.models.ops.reference import batch_attention
 
 SIZES = (10, 20, 40)
 

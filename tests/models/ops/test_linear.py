@@ -10,7 +10,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.blocks import MLP
 from megadit.models.ops import ledger, linear
 from megadit.models.ops.crossover import NEVER
-from megadit.models.ops.linear import Linear, fuses_gelu
+from megadit.models.ops.reference import Linear, fuses_gelu
 
 SHAPES = {
     "two dimensions": lambda width: torch.randn(70, width),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadit.models.ops.modulated_norm import modulated_norm
+from megadit.models.ops.reference import modulated_norm
 from megadit.models.packing.layout import CPU, PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 

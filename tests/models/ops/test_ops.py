@@ -349,7 +349,10 @@ def test_a_mistake_is_seen(op, mistake, device):
 
 
 def test_a_variant_without_a_case_would_fail():
-    op = Op("nothing", lambda x: x)
+    def nothing(x):
+        return x
+
+    op = Op(nothing)
     try:
         op.variant("unreachable", suits=lambda x: False)(lambda x: x)
         with pytest.raises(AssertionError, match="no case reaches"), pytest.MonkeyPatch.context() as patch:

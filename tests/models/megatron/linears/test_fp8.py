@@ -32,7 +32,7 @@ from megadit.models.megatron.plan import COLUMN
 from megadit.models.networks.registry import build_network
 from megadit.models.ops import fusion, ledger
 from megadit.models.ops.ledger import recomputed
-from megadit.models.ops.linear import Linear
+from megadit.models.ops.reference import Linear
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 
