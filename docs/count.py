@@ -40,8 +40,8 @@ QUESTIONS = (
     Question(
         asks="What is the loss?",
         starts=("train/objectives/denoise.py:edm_loss",),
-        most_files=35,
-        most_lines=3750,
+        most_files=27,
+        most_lines=3700,
     ),
     Question(
         asks="How does Heun's solver step?",
@@ -52,14 +52,14 @@ QUESTIONS = (
     Question(
         asks="What does a block compute, down to its attention?",
         starts=("models/networks/blocks.py:DiTBlock",),
-        most_files=26,
-        most_lines=2250,
+        most_files=14,
+        most_lines=1950,
     ),
     Question(
         asks="Which tensor is split how over ranks?",
         starts=("models/megatron/parallelize.py:parallelize",),
-        most_files=52,
-        most_lines=5250,
+        most_files=43,
+        most_lines=5200,
     ),
 )
 
@@ -76,7 +76,6 @@ class Source:
 
 
 SHORT = {
-    "models/configs/conditioning_modes.py": "a table, free of torch",
     "infer/hooks/user_program.py": "shared by the hooks of a filter and of a judge",
     "infer/evaluate/report/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",

@@ -7,8 +7,7 @@ import pytest
 
 from megadit.infer.evaluate.metrics.table import METRICS
 from megadit.infer.sampling.samplers import SAMPLERS
-from megadit.models.configs.conditioning_modes import CONDITIONING_MODES
-from megadit.models.configs.families import FAMILIES
+from megadit.models.configs.families import CONDITIONING_MODES, FAMILIES
 from megadit.models.diffusion import settings
 from megadit.models.ops.registry import OPS
 from megadit.train.objectives.registry import OBJECTIVES

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from megadit.infer.sampling.resolve import latent_size
-from megadit.models.configs.conditioning_modes import ConditioningMode
+from megadit.models.configs.families import ConditioningMode
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one

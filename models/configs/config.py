@@ -5,12 +5,18 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode, ConditioningModeName
-from megadit.models.configs.experts import ExpertConfig
-from megadit.models.configs.families import COMPAT, FAMILIES, Structure, Task
-from megadit.models.configs.protocol import BetasName
+from megadit.models.configs.families import (
+    COMPAT,
+    CONDITIONING_MODES,
+    FAMILIES,
+    BetasName,
+    ConditioningMode,
+    ConditioningModeName,
+    Structure,
+    Task,
+)
 from megadit.models.configs.rules import RULES
-from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.shared.cli.rules import enforce
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 
@@ -74,7 +80,7 @@ class DiTConfig:
     """Noise level of conditioning latents (first frames, a clip to edit, ...). None: the network was trained without
     them and accepts none."""
     conditioning_mode: ConditioningModeName = "tokens"
-    """How the network reads conditioning latents; `conditioning_modes.py` lists the modes."""
+    """How the network reads conditioning latents; `families.py` lists the modes."""
     image_size: int | None = None
     """Width of image features that tokens attend to in addition to the text (Wan 2.1); None: no image features."""
     image_positions: int | None = None

@@ -1,4 +1,4 @@
-"""Structural differences between published diffusion transformers: one table, one row for each family.
+"""Structural differences between published diffusion transformers: a table with a row for each family.
 
 Sizes, and differences between networks of one family, are fields of `DiTConfig`.
 
@@ -14,12 +14,24 @@ Sizes, and differences between networks of one family, are fields of `DiTConfig`
 | `wan`     | Wan 2.1 and 2.2, text-to-video and image-to-video         | arXiv 2503.20314       |
 | `vit`     | ViT, a classifier                                         | `vit.py`, 2010.11929   |
 | `clip`    | CLIP: a ViT and a text tower with matching embeddings     | `clip.py`, 2103.00020  |
+
+A second table has how they read the conditioning latents of a video:
+
+| mode        | networks                               | conditioning                                           |
+|-------------|----------------------------------------|--------------------------------------------------------|
+| `tokens`    | what this package trains; Wan 2.2's 5B | clean tokens with their own noise level                |
+| `augmented` | Cosmos-1.0 (Predict1) video-to-world   | tokens with a little noise, at the sample's level      |
+| `marked`    | Cosmos-Predict2 and 2.5 video-to-world | clean tokens with their own noise level, not scaled    |
+| `channels`  | Wan 2.1 and 2.2 image-to-video         | extra channels of the noisy latents                    |
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Task = Literal["denoise", "classify", "match"]
+ParameterizationName = Literal["edm", "vp", "vp_velocity", "flow"]
+BetasName = Literal["ddpm", "stable_diffusion"]
+"""DDPM noise schedules."""
 _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 
 
@@ -162,3 +174,30 @@ COMPAT: dict[tuple[str, str], Structure] = {
     ("cosmos", "predict2_5"): replace(FAMILIES["cosmos"], fps="absent"),
 }
 """(family, `DiTConfig.compat`): variants of a family by another package or version, for loading its checkpoints."""
+
+ConditioningModeName = Literal["tokens", "augmented", "marked", "channels"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConditioningMode:
+    """How a network reads conditioning latents; `conditioning_sigma` is a field of its configuration."""
+
+    is_among: bool = True
+    """Conditioning latents replace noisy ones at their positions. False: latents of a whole video, grey where there is
+    no conditioning, are extra channels of all noisy latents, and every position is predicted."""
+    has_own_level: bool = True
+    """Conditioning tokens are embedded with noise level `conditioning_sigma`. False: with that of the sample."""
+    is_noised: bool = False
+    """Noise of level `conditioning_sigma` is added to conditioning latents."""
+    is_scaled: bool = True
+    """Conditioning latents are scaled like latents at `conditioning_sigma`. False: like clean ones."""
+    marks: int = 0
+    """Number of mask channels, 1 where there is conditioning: none, one, or one for each pixel frame of a latent."""
+
+
+CONDITIONING_MODES: dict[str, ConditioningMode] = {
+    "tokens": ConditioningMode(),
+    "augmented": ConditioningMode(has_own_level=False, is_noised=True, marks=1),
+    "marked": ConditioningMode(is_scaled=False, marks=1),
+    "channels": ConditioningMode(is_among=False, marks=4),
+}

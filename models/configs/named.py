@@ -3,7 +3,7 @@
 from typing import Any
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.configs.sections import TextTowerConfig
 
 
 def _moviegen(**sizes: int) -> DiTConfig:

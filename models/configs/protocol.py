@@ -3,13 +3,9 @@
 `DiTConfig` and `UNetConfig` implement it; `weights.NETWORKS` and `registry.OF_CONFIG` have a row for each.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from megadit.models.configs.conditioning_modes import ConditioningMode
-from megadit.models.configs.families import Task
-
-BetasName = Literal["ddpm", "stable_diffusion"]
-ParameterizationName = Literal["edm", "vp", "vp_velocity", "flow"]
+from megadit.models.configs.families import BetasName, ConditioningMode, ParameterizationName, Task
 
 
 class NetworkConfig(Protocol):

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode
-from megadit.models.configs.families import Task
-from megadit.models.configs.protocol import BetasName, ParameterizationName
+from megadit.models.configs.families import CONDITIONING_MODES, BetasName, ConditioningMode, ParameterizationName, Task
 from megadit.models.shared.errors import UserError, choose_one, nearest_multiples
 
 Prediction = Literal["noise", "velocity"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.configs.protocol import BetasName
+from megadit.models.configs.families import BetasName
 
 DDPM_STEPS = 1000
 

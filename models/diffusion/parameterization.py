@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megadit.models.configs.protocol import BetasName, NetworkConfig
+from megadit.models.configs.families import BetasName
+from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.ddpm import ddpm_step
 from megadit.models.networks.dit import DiT
 from megadit.models.packing.layout import PackLayout

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megadit.models.networks.attention import Rotary
 from megadit.models.networks.blocks import BlockInputs, BlockStack
-from megadit.models.networks.embeddings import Rotary
 from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.packing.segments import LONGEST_RUN, RowsByToken
 from megadit.models.shared.errors import UserError

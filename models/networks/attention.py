@@ -4,18 +4,35 @@ Shapes: S video tokens, L text tokens, I image tokens, B batch, D width, N heads
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.embeddings import Rotary
 from megadit.models.ops.reference import Linear, attention, qk_norm_rope
 from megadit.models.packing.layout import Layout
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Layout, bool], Tensor]
 """Signature of `ops.attention`; `megatron.parallelize` replaces that of self-attention."""
+
+
+class Rotary(NamedTuple):
+    """Rotary factors of each token's channels, [S, 1 or B, 1, K] each: x * cos + swap(x) * sin; `swap` swaps halves."""
+
+    cos: Tensor
+    sin: Tensor
+    """Negative in the first half."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxialInputs:
+    """Layout and rotary of axial attention."""
+
+    layout: Layout
+    rotary: Rotary | None = None
 
 
 class QKNorm(nn.Module):

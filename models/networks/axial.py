@@ -11,7 +11,7 @@ Sequence parallelism cuts the tokens of a context-parallel rank, in whatever arr
 Shapes: S video tokens of a rank, B batch, D width.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from typing import Literal, NamedTuple, get_args
 
@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.host_to_device import Need
-from megadit.models.networks.embeddings import Rotary, rotary_table
+from megadit.models.networks.attention import AxialInputs, Rotary
+from megadit.models.networks.embeddings import rotary_table
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import CPU, Layout, PackLayout, computed
 from megadit.models.packing.segments import Segment, TokenMesh, TokenSpan
@@ -32,14 +33,6 @@ Axis = Literal["time", "space"]
 Arrangement = Literal["home", "time", "space"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AxialInputs:
-    """Layout and rotary of axial attention."""
-
-    layout: Layout
-    rotary: Rotary | None = None
 
 
 def axial_inputs(

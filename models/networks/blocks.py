@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.attention import CrossAttention, SelfAttention
-from megadit.models.networks.axial import Arrangement, AxialInputs, move
-from megadit.models.networks.embeddings import Rotary
-from megadit.models.networks.experts import ExpertMLP
+from megadit.models.networks.attention import AxialInputs, CrossAttention, Rotary, SelfAttention
+from megadit.models.networks.axial import Arrangement, move
 from megadit.models.networks.modulation import NormWeight, Vectors, build_modulation
 from megadit.models.ops.ledger import cheap, cheap_values_recomputed
 from megadit.models.ops.reference import Linear, fuses_gelu, gated_residual, linear, modulated_norm, rms_norm
@@ -61,12 +59,13 @@ class MLP(nn.Module):
     """Two linears around an activation: GELU, or SwiGLU with the rows of both factors interleaved, (M, [gate
     value])."""
 
-    def __init__(self, config: DiTConfig, hidden: int) -> None:
+    def __init__(self, config: DiTConfig, hidden: int | None = None) -> None:
+        """`hidden` is the width between the linears (None: `config.mlp_size`)."""
         super().__init__()
-        width, bias = config.hidden_size, config.structure.linear_bias
+        width, bias, hidden = config.hidden_size, config.structure.linear_bias, hidden or config.mlp_size
         self.fc1 = Linear(width, config.mlp_factors * hidden, bias=bias)
         self.fc2 = Linear(hidden, width, bias=bias)
-        self.activation = cheap(_activation(config))
+        self.activation = cheap(activation(config))
         self.gelu_form = _gelu_form(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout | None = None) -> Tensor:
@@ -84,6 +83,10 @@ class MLP(nn.Module):
         return self.activation(self.fc1(x_SBD))
 
 
+MakeMLP = Callable[[DiTConfig], nn.Module]
+"""Makes the module in the place of a block's MLP (`experts.build_mlp`)."""
+
+
 def swiglu(x: Tensor) -> Tensor:
     """SiLU(gate) * value of neighbouring numbers (arXiv 2002.05202), [..., 2 M] -> [..., M]."""
     gate, value = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -95,7 +98,8 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def _activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
+def activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
+    """The function between the two linears of an MLP."""
     if config.structure.gated_mlp:
         return swiglu
     return quick_gelu if config.quick_gelu else partial(F.gelu, approximate=_gelu_form(config))
@@ -106,15 +110,6 @@ def _gelu_form(config: DiTConfig) -> str | None:
     if config.structure.gated_mlp or config.quick_gelu:
         return None
     return "tanh" if config.structure.gelu_tanh else "none"
-
-
-def build_mlp(config: DiTConfig) -> nn.Module:
-    """The MLP of a block, or the experts that replace it."""
-    if not config.experts.num_experts:
-        return MLP(config, config.mlp_size)
-    shared_size = config.experts.shared_ffn_hidden_size
-    shared = MLP(config, shared_size) if shared_size else None
-    return ExpertMLP(config, _activation(config), shared)
 
 
 def norm(
@@ -138,14 +133,14 @@ def with_positions(x_SBD: Tensor, c: BlockInputs) -> Tensor:
 class DiTBlock(nn.Module):
     """Self-attention, cross-attention to text and an MLP, each modulated and gated by the sample's noise level."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
         self.modulation = build_modulation(config, sublayers=3, groups=config.structure.modulation_groups)
         self.self_attention = SelfAttention(config)
         self.cross_attention = CrossAttention(config)
-        self.mlp = build_mlp(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         # calls are nested: names for intermediate values would keep them in memory
@@ -161,13 +156,13 @@ class DiTBlock(nn.Module):
 class ClassDiTBlock(nn.Module):
     """Self-attention and an MLP: the block of a network conditioned on a class (arXiv 2212.09748)."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
         self.modulation = build_modulation(config, sublayers=2, groups=config.structure.modulation_groups)
         self.self_attention = SelfAttention(config)
-        self.mlp = build_mlp(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         """Tokens after this block, [S, B, D]."""
@@ -189,7 +184,7 @@ class MovieGenBlock(nn.Module):
     With `Structure.text_reaches_only_mlp` as NeMo built it: c = CrossAttention(x, text), x = x + gate MLP(norm(c)).
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         width, is_apart = config.hidden_size, not config.structure.text_reaches_only_mlp
         self.eps = config.layernorm_epsilon
@@ -200,7 +195,7 @@ class MovieGenBlock(nn.Module):
         self.text_layernorm = NormWeight(width) if is_apart else None
         self.cross_attention = CrossAttention(config)
         self.mlp_layernorm = NormWeight(width) if is_apart else None
-        self.mlp = build_mlp(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         """Tokens after this block, [S, B, D]."""
@@ -224,7 +219,7 @@ class WanBlock(nn.Module):
     x = x + gate MLP(modulated norm(x))
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
@@ -232,7 +227,7 @@ class WanBlock(nn.Module):
         self.self_attention = SelfAttention(config)
         self.text_layernorm = nn.LayerNorm(config.hidden_size, self.eps)
         self.cross_attention = CrossAttention(config)
-        self.mlp = build_mlp(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         """Tokens after this block, [S, B, D]."""
@@ -251,7 +246,7 @@ class STDiTBlock(nn.Module):
     frames: both attentions along one axis need no communication (`axial.py`).
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.move: TokenMove = move
         self.eps = config.layernorm_epsilon
@@ -261,7 +256,7 @@ class STDiTBlock(nn.Module):
         self.temporal_attention = SelfAttention(config)
         self.spatial_attention = SelfAttention(config)
         self.cross_attention = CrossAttention(config)
-        self.mlp = build_mlp(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         """Tokens after this block, [S, B, D]."""
@@ -289,12 +284,12 @@ class ViTBlock(nn.Module):
     x = x + MLP(norm(x))
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.attention_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
         self.self_attention = SelfAttention(config)
         self.mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
-        self.mlp = build_mlp(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         """Tokens after this block, [S, B, D]."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack
+from megadit.models.networks.blocks import BlockInputs
 from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import class_index
 from megadit.models.networks.vit import ClassHead, ViT
@@ -58,8 +58,7 @@ class TextTower(nn.Module):
         self.part = part
         self.num_words = config.text_tower.num_words
         self.x_embedder = WordEmbedder(config) if part.is_first else None
-        make_block = BLOCKS[of_text.structure.block]
-        self.blocks = BlockStack({str(index): make_block(of_text) for index in part.blocks(of_text.num_layers)})
+        self.blocks = part.build_blocks(of_text)
         self.head = ClassHead(of_text) if part.is_last else None
         # `megatron.parallelize` replaces these where ranks share the tokens
         self.enter, self.leave = nn.Identity(), nn.Identity()

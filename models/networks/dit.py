@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from megadit.models.cache import TensorCache
 from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.axial import AxialInputs, axial_inputs
+from megadit.models.networks.attention import AxialInputs, Rotary
+from megadit.models.networks.axial import axial_inputs
 from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack, FinalLayer
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.embeddings import (
@@ -25,7 +26,6 @@ from megadit.models.networks.embeddings import (
     ImageMLP,
     LearnedPositions,
     RMSNorm,
-    Rotary,
     TextMLP,
     fps_embedder,
     guidance_embedder,
@@ -36,6 +36,7 @@ from megadit.models.networks.embeddings import (
     sincos_table,
     unpatchify,
 )
+from megadit.models.networks.experts import build_mlp
 from megadit.models.networks.modulation import SharedModulation
 from megadit.models.ops.fusion import two_or_more
 from megadit.models.ops.reference import Linear
@@ -63,10 +64,11 @@ class Chunk(NamedTuple):
         """Whether the network ends here: the output is patches."""
         return self.index == self.count - 1
 
-    def blocks(self, num_layers: int) -> range:
-        """The global indices of the chunk's blocks."""
-        size = num_layers // self.count
-        return range(self.index * size, (self.index + 1) * size)
+    def build_blocks(self, config: DiTConfig) -> BlockStack:
+        """The chunk's blocks, by their global indices."""
+        size, make_block = config.num_layers // self.count, BLOCKS[config.structure.block]
+        here = range(self.index * size, (self.index + 1) * size)
+        return BlockStack({str(index): make_block(config, build_mlp) for index in here})
 
 
 WHOLE_NETWORK = Chunk()
@@ -106,8 +108,7 @@ class DiT(nn.Module):
         self.image_embedder = None if config.image_size is None else ImageMLP(config)
         if config.learned_positions is not None:
             self.positions = LearnedPositions(config.learned_positions, width, structure.normalized_positions)
-        make_block = BLOCKS[structure.block]
-        self.blocks = BlockStack({str(index): make_block(config) for index in part.blocks(config.num_layers)})
+        self.blocks = part.build_blocks(config)
         if part.is_last:
             self.final_layer = FinalLayer(config)
         # `megatron.parallelize` replaces these where ranks share the tokens

@@ -7,7 +7,6 @@ batch), n frequencies.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.attention import Rotary
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.reference import Linear
 from megadit.models.ops.registry import Op
@@ -258,14 +258,6 @@ class LearnedPositions(nn.Module):
             return sum_SD[:, None]
         rms_S1 = sum_SD.float().square().mean(-1, keepdim=True).sqrt()
         return (sum_SD / (rms_S1 + self.eps)).to(sum_SD.dtype)[:, None]
-
-
-class Rotary(NamedTuple):
-    """Rotary factors of each token's channels, [S, 1 or B, 1, K] each: x * cos + swap(x) * sin; `swap` swaps halves."""
-
-    cos: Tensor
-    sin: Tensor
-    """Negative in the first half."""
 
 
 def rotary_table(

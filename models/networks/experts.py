@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.sections import ExpertConfig
+from megadit.models.networks.blocks import MLP, activation
 from megadit.models.ops.reference import linear
 from megadit.models.packing.layout import Layout
 from megadit.models.packing.segments import ConditionRows, LengthGroup
@@ -158,18 +159,14 @@ class Router(nn.Module):
 class ExpertMLP(nn.Module):
     """Experts, some of which a router chooses for each token, and optionally a shared expert."""
 
-    def __init__(
-        self,
-        config: DiTConfig,
-        activation: Callable[[Tensor], Tensor],
-        shared: nn.Module | None,
-    ) -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config, width = config.experts, config.hidden_size
         num_experts = self.config.num_experts
         self.router = Router(width, num_experts)
-        self.experts = Experts(num_experts, width, config.expert_size, activation, config.mlp_factors)
-        self.shared = shared
+        self.experts = Experts(num_experts, width, config.expert_size, activation(config), config.mlp_factors)
+        shared_size = self.config.shared_ffn_hidden_size
+        self.shared = MLP(config, shared_size) if shared_size else None
         self.compute: ExpertCompute = compute_here
         self.expert_choice: ExpertChoice = partial(chosen_by_experts, experts=self.config)
         self.load = ExpertLoad(self.config.num_experts)
@@ -192,3 +189,8 @@ class ExpertMLP(nn.Module):
             if group.is_padding:
                 chosen_SBE[group.start : group.stop] = False
         return chosen_SBE
+
+
+def build_mlp(config: DiTConfig) -> nn.Module:
+    """The MLP of a block, or the experts that replace it."""
+    return ExpertMLP(config) if config.experts.num_experts else MLP(config)

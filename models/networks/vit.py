@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack
+from megadit.models.networks.blocks import BlockInputs
 from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import token_sequence
 from megadit.models.ops.reference import Linear
@@ -85,8 +85,7 @@ class ViT(nn.Module):
         self.config = config
         self.part = part
         self.x_embedder = PatchEmbedder(config) if part.is_first else None
-        make_block = BLOCKS[config.structure.block]
-        self.blocks = BlockStack({str(index): make_block(config) for index in part.blocks(config.num_layers)})
+        self.blocks = part.build_blocks(config)
         self.head = ClassHead(config) if part.is_last else None
         # `megatron.parallelize` replaces these where ranks share the tokens
         self.enter, self.leave = nn.Identity(), nn.Identity()

@@ -20,7 +20,7 @@ from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetwork, open_session
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.sections import ExpertConfig
 from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, HashedWordEncoder, T5TextEncoder
 from megadit.models.tokenizers import Autoencoder, HaarTokenizer
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork

@@ -38,7 +38,8 @@ def verbs() -> dict[str, Any]:
 def make_config(**values: Any) -> Any:
     experts = values.pop("experts", None)
     if experts is not None:
-        expert_config = find("models.configs.experts:ExpertConfig", "models.expert_config:ExpertConfig")
+        places = ("models.configs.sections", "models.configs.experts", "models.expert_config")
+        expert_config = find(*(f"{place}:ExpertConfig" for place in places))
         values["experts"] = expert_config(**experts)
     return find("models.configs.config:DiTConfig", "models.config:DiTConfig")(**values)
 

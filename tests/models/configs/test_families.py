@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.sections import ExpertConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.experts import ExpertConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
 from megadit.models.shared.errors import UserError
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.sections import ExpertConfig
 from megadit.models.networks.blocks import swiglu
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.experts import (

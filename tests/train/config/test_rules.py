@@ -11,8 +11,7 @@ import torch
 
 from megadit.models import text_encoders, tokenizers
 from megadit.models.configs.adapter import AdapterConfig
-from megadit.models.configs.experts import ExpertConfig
-from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.cli.rules import first_broken
 from megadit.models.shared.errors import UserError

@@ -25,10 +25,12 @@ import safetensors.torch  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
 from megadit.models.configs.adapter import AdapterConfig  # noqa: E402
-from megadit.models.configs.conditioning_modes import CONDITIONING_MODES  # noqa: E402
 from megadit.models.configs.config import DiTConfig  # noqa: E402
-from megadit.models.configs.experts import ExpertConfig  # noqa: E402
-from megadit.models.configs.text_tower import TextTowerConfig  # noqa: E402
+from megadit.models.configs.families import CONDITIONING_MODES  # noqa: E402
+from megadit.models.configs.sections import (
+    ExpertConfig,  # noqa: E402
+    TextTowerConfig,  # noqa: E402
+)
 from megadit.models.diffusion import parameterization
 from megadit.models.diffusion.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.lora.adapters import adapter_key  # noqa: E402

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megadit.models.configs.config import DiTConfig
 from megadit.models.megatron.parallelism import context as context_parallel
 from megadit.models.megatron.parallelism.context import ContextGroups, attend_shared
-from megadit.models.networks.axial import AxialInputs, axial_layout, move
+from megadit.models.networks.attention import AxialInputs
+from megadit.models.networks.axial import axial_layout, move
 from megadit.models.networks.blocks import BlockInputs, STDiTBlock
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.sections import ExpertConfig
 from megadit.models.diffusion.parameterization import denoise_packed
 from megadit.models.networks.dit import DiT
 from megadit.models.ops.registry import FORCED
