@@ -58,8 +58,8 @@ QUESTIONS = (
     Question(
         asks="Which tensor is split how over ranks?",
         starts=("models/megatron/parallelize.py:parallelize",),
-        most_files=43,
-        most_lines=5200,
+        most_files=29,
+        most_lines=3050,
     ),
 )
 

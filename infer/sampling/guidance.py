@@ -186,18 +186,6 @@ def within(interval: tuple[float, float], inside: Denoise, outside: Denoise) -> 
     return lambda x, sigma_B: (inside if low <= sigma_B[0].item() <= high else outside)(x, sigma_B)
 
 
-def classifier_free_guidance(
-    denoiser: Denoiser, conditioning: Conditioning, *, scale: float, negative: Conditioning | None = None, **options
-) -> Denoise:
-    """D(x; sigma) = D_uncond + scale (D_cond - D_uncond), both passes in one call of twice the batch.
-
-    (arXiv 2207.12598, eq. 6 with w = scale - 1.) `negative` replaces the null text of the unconditional pass.
-    At a scale of 1, only D_cond is evaluated. `options` are those of `guided`.
-    """
-    uncond = conditioning.null() if negative is None else negative
-    return guided([Branch(denoiser, conditioning)], [scale], Branch(denoiser, uncond), **options)
-
-
 def _rescaled(x0: Tensor, x0_unguided: Tensor, rescale: float) -> Tensor:
     ratio = _deviation(x0_unguided) / _deviation(x0).clamp(min=1e-8)
     return x0 * (rescale * ratio + (1 - rescale))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.networks.registry import Chunk, Network, in_tower
+from megadit.models.networks.registry import in_tower
 
 Axes = Mapping[str, ProcessGroup]
 """`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
@@ -102,9 +102,9 @@ def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
     raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
 
 
-def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
+def mark(network: nn.Module, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
     """Sets on each parameter the marks by which Megatron and our checkpoints know how ranks share it."""
-    for name, parameter in dit.named_parameters():
+    for name, parameter in network.named_parameters():
         role = role_of(name, plan)
         is_summed = "q_layernorm" in name or "k_layernorm" in name
         assert is_summed == (role is SUM_OVER_HEADS), f"Megatron sums over heads by name, and {name} is {role.name}"
@@ -115,17 +115,11 @@ def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
         parameter.partition_dim, parameter.partition_stride = dims[0] if dims else -1, 1
         parameter.sequence_parallel = sequence_parallel and role is PARTIAL
         parameter.allreduce = not role.is_expert
-        _mark_copy(parameter, dit.part, is_copy=dit.part.count > 1 and not in_tower(name).startswith(_OF_ONE_CHUNK))
-
-
-def _mark_copy(parameter: nn.Parameter, part: Chunk, *, is_copy: bool) -> None:
-    """Marks a parameter of which every model chunk has a copy.
-
-    Gradients are summed over the chunks (`pipeline_parallel`), and count once in the norm (`shared`). Each copy has its
-    own bucket (`shared_embedding`), so that the distributed optimizer of every chunk splits it in the same way.
-    """
-    parameter.pipeline_parallel = parameter.shared_embedding = is_copy
-    parameter.shared = is_copy and not part.is_first
+        # gradients of copies are summed over the chunks (`pipeline_parallel`), and count once in the norm (`shared`);
+        # each copy has its own bucket (`shared_embedding`), which the distributed optimizer of every chunk splits alike
+        is_copy = network.part.count > 1 and not in_tower(name).startswith(_OF_ONE_CHUNK)
+        parameter.pipeline_parallel = parameter.shared_embedding = is_copy
+        parameter.shared = is_copy and not network.part.is_first
 
 
 def local_shape(full: torch.Size, role: Role, axes: Axes) -> torch.Size:

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.families import Task
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.configs.unet import UNetConfig
-from megadit.models.networks.clip import CLIP, TextTower
+from megadit.models.networks.clip import CLIP
 from megadit.models.networks.dit import WHOLE_NETWORK, Chunk, DiT
 from megadit.models.networks.unet import UNet
 from megadit.models.networks.vit import ViT
@@ -34,9 +35,9 @@ def build_without_memory(config: NetworkConfig) -> SavedNetwork:
         return OF_CONFIG[type(config)](config)
 
 
-def towers(network: Network) -> tuple[DiT | ViT | TextTower, ...]:
+def towers(network: nn.Module) -> tuple[nn.Module, ...]:
     """The network's stacks of blocks, each with its own tokens: two of a CLIP, else one."""
-    return network.towers if isinstance(network, CLIP) else (network,)
+    return getattr(network, "towers", (network,))
 
 
 def in_tower(name: str) -> str:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.shared.errors import UserError
-from megadit.models.tokenizers.base import VideoTokenizer
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -121,19 +119,6 @@ def _weight(tile: Tensor, ramp: int, above: bool, left: bool, below: bool, right
         return weight
 
     return along(tile.shape[-2], above, below)[:, None] * along(tile.shape[-1], left, right)
-
-
-def reconstruct(tokenizer: VideoTokenizer, video_BCTHW: Tensor) -> Tensor:
-    """decode(encode(video)), BCTHW of any size: edges are repeated to a size that can be encoded, and cropped again."""
-    frames, height, width = video_BCTHW.shape[2:]
-    side = tokenizer.spatial_compression
-    missing = (
-        tokenizer.frames_covering(frames) - frames,
-        math.ceil(height / side) * side - height,
-        math.ceil(width / side) * side - width,
-    )
-    padded = F.pad(video_BCTHW.float(), (0, missing[2], 0, missing[1], 0, missing[0]), mode="replicate")
-    return tokenizer.decode(tokenizer.encode(padded))[:, :, :frames, :height, :width]
 
 
 @dataclass(frozen=True, slots=True)

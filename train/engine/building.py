@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from megadit.models.lora.adapters import adapter_key, attach, initial_adapter_value, train_adapter_only
 from megadit.models.machine import free_memory
+from megadit.models.megatron.blocks import LINEARS, LinearKind, arrange_blocks
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.linears.gradient_sums import give_megatron_a_product, leave_unzeroed
 from megadit.models.megatron.linears.int8 import eight_bits
-from megadit.models.megatron.parallelize import LinearKind, parallelize
+from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks import initialize
@@ -178,12 +179,12 @@ def _build_network(
         dit = build_network(config.model, Chunk(index, parallel.sizes.num_chunks))
         if config.train.adapter is not None and form.has_adapter:
             attach(dit, config.train.adapter)
-    parallelize(
+    impl = _kind_of_linears(config)
+    parallelize(dit, megatron, groups, device=device, split=LINEARS[impl])
+    arrange_blocks(
         dit,
         megatron,
-        groups,
-        device=device,
-        impl=_kind_of_linears(config),
+        impl,
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
         cpu_offloading_num_layers=parallel.cpu_offloading_num_layers,

@@ -3,6 +3,8 @@
 Shapes: S video tokens, B batch, D width.
 """
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -11,6 +13,9 @@ from torch.distributed import ProcessGroup
 
 from megadit.models.megatron.plan import COLUMN, ROW, Role
 from megadit.models.ops.reference import linear
+
+SplitLinear = Callable[[nn.Linear, Role, TransformerConfig], nn.Module]
+"""Signature of `split_linear`."""
 
 
 def split_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:

@@ -19,12 +19,11 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megadit.models.lora.layers import LowRank, adapters_of
 from megadit.models.megatron.plan import COLUMN, ROW, Role, Row, role_of
-from megadit.models.networks.registry import Network
 
 
 def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
@@ -41,9 +40,9 @@ def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence
         adapter.exchange = partial(copy_to_tensor_model_parallel_region, group=group)
 
 
-def share_adapters(dit: Network, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
+def share_adapters(network: nn.Module, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
     """Set this for the adapters of all linears that the ranks of `group` share by the plan."""
-    for path, module in dit.named_modules():
+    for path, module in network.named_modules():
         if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and group.size() > 1:
             for adapter in module.adapters.values():
                 share_adapter(adapter, role, group, sequence_parallel=sequence_parallel)

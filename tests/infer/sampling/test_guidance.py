@@ -5,7 +5,6 @@ import torch
 
 from megadit.infer.sampling.guidance import (
     Branch,
-    classifier_free_guidance,
     guidance_scale,
     guided,
     in_one_batch,
@@ -43,8 +42,13 @@ SIGMA = torch.tensor([1.0, 2.0])
 COND = conditioning([1.0, 2.0], [3.0])  # texts count 3 and 3
 
 
+def classifier_free(denoiser, *, scale, negative=None, **options):
+    base = COND.null() if negative is None else negative
+    return guided([Branch(denoiser, COND)], [scale], Branch(denoiser, base), **options)
+
+
 def answer(denoiser, **arguments) -> list[float]:
-    return (classifier_free_guidance(denoiser, COND, **arguments)(X, SIGMA).flatten() + 0.08).tolist()
+    return (classifier_free(denoiser, **arguments)(X, SIGMA).flatten() + 0.08).tolist()
 
 
 def test_uncond_plus_scale_times_the_difference():
@@ -118,7 +122,7 @@ def test_autoguidance_asks_the_weaker_network_for_the_same_prompt():
 
 def test_guidance_acts_within_its_interval():
     denoiser = LinearDenoiser()
-    denoise = classifier_free_guidance(denoiser, COND, scale=2.0, interval=(0.5, 1.5))
+    denoise = classifier_free(denoiser, scale=2.0, interval=(0.5, 1.5))
 
     def asked_at(sigma):
         return ((denoise(X, torch.full((2,), sigma)).flatten() + 0.08) / sigma).tolist()

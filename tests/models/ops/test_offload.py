@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.megatron.parallelize import RecomputedBlocks
+from megadit.models.megatron.blocks import RecomputedBlocks
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import ledger
 from megadit.models.ops.offload import HostMemory

@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+import math
 import pickle
 import shutil
 import zipfile
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megadit.models.commands.convert import main as convert
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_archive import read_archive
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.released_cosmos import diffusers_names
-from megadit.models.tokenizers.tiling import Tiles, reconstruct, tiling_error
+from megadit.models.tokenizers.tiling import Tiles, tiling_error
 from tests.half_products import counted_half_products, without_half_products
 from tests.models.tokenizers.test_cosmos_image import write_jit
 
@@ -119,6 +121,19 @@ def test_names_are_those_of_the_whole_network(published):
     network, _, released = published
     whole = read_archive(released / "autoencoder.jit")
     assert set(diffusers_names(whole.stored).values()) == set(network.state_dict())
+
+
+def reconstruct(tokenizer, video_BCTHW):
+    """decode(encode(video)), BCTHW of any size: edges are repeated to a size that can be encoded, and cropped again."""
+    frames, height, width = video_BCTHW.shape[2:]
+    side = tokenizer.spatial_compression
+    missing = (
+        tokenizer.frames_covering(frames) - frames,
+        math.ceil(height / side) * side - height,
+        math.ceil(width / side) * side - width,
+    )
+    padded = F.pad(video_BCTHW.float(), (0, missing[2], 0, missing[1], 0, missing[0]), mode="replicate")
+    return tokenizer.decode(tokenizer.encode(padded))[:, :, :frames, :height, :width]
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 30, 41), (10, 17, 33)])

@@ -26,6 +26,7 @@ from megadit.models.configs.sections import ExpertConfig  # noqa: E402
 from megadit.models.lora.adapters import adapter_key, attach  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron import plan  # noqa: E402
+from megadit.models.megatron.blocks import LINEARS  # noqa: E402
 from megadit.models.megatron.linears.parallel import ColumnLinear, RowLinear  # noqa: E402
 from megadit.models.megatron.parallel_sizes import ParallelSizes  # noqa: E402
 from megadit.models.megatron.parallelize import parallelize  # noqa: E402
@@ -93,7 +94,7 @@ def marks(config, sizes, table=plan.PLAN, adapter=None, impl="local"):
             if adapter is not None:
                 attach(dit, adapter)
             megatron = transformer_config(config, sizes, dtype=torch.float32)
-            parallelize(dit, megatron, groups, device=torch.device("cpu"), plan=table, impl=impl)
+            parallelize(dit, megatron, groups, device=torch.device("cpu"), plan=table, split=LINEARS[impl])
             found[f" {index}" if sizes.num_chunks > 1 else ""] = {
                 name: in_words(dit.get_submodule(name.rpartition(".")[0]), parameter)
                 for name, parameter in dit.named_parameters()

@@ -135,6 +135,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
 from megadit.models.megatron import groups
+from megadit.models.megatron.blocks import LINEARS
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.transformer_config import transformer_config
 
@@ -145,7 +146,7 @@ outputs = []
 for impl in ("local", "transformer_engine"):
     with torch.device("meta"):
         model = DiT(config)
-    parallelize(model, megatron, found, device=torch.device("cuda"), impl=impl)
+    parallelize(model, megatron, found, device=torch.device("cuda"), split=LINEARS[impl])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator("cpu").manual_seed(len(name) + sum(name.encode()))
