@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
+from megadit.serve.contract import MODEL, VideoRequest
 from megadit.serve.events import Event, InvalidRequestError, ServiceError, StepDone, VideoResult
+from megadit.serve.service_info import ServiceInfo
 from megadit.serve.transports import connect
 
 

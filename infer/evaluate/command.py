@@ -344,10 +344,7 @@ def _check_window(model: Model, window: Window, options: EvaluateOptions) -> Non
 
 def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
     """Raises UserError for different numbers of videos, whose metrics cannot be compared."""
-    counted, least = (
-        ", ".join(f"{label} has {count}" for label, count in counts),
-        min(count for _, count in counts),
-    )
+    counted, least = ", ".join(f"{label} has {count}" for label, count in counts), min(count for _, count in counts)
     refuse(
         any(count > least for _, count in counts),
         f"metrics of different numbers of videos cannot be compared ({counted}): give --count {least}",

@@ -241,7 +241,9 @@ def describe_run(path: Path) -> Facts:
         if checkpoints:
             facts |= _progress_facts(checkpoints[-1], config)
         if (step := last.get("step")) is not None:
-            saved = f"; the newest checkpoint is of step {_iteration(checkpoints[-1]):,}" if checkpoints else ""
+            saved = ""
+            if checkpoints:
+                saved = f"; the newest checkpoint is of step {read_state(checkpoints[-1])['run']['iteration']:,}"
             facts["step"] = f"{step:,} of {config['train']['train_iters']:,}{saved}"
         facts |= {_LAST[name]: last[name] for name in _LAST if name in last}
         return facts | _config_facts(config)
@@ -249,10 +251,6 @@ def describe_run(path: Path) -> Facts:
 
 _LAST = {"loss": "last loss", "lr": "last learning rate", "seconds": "seconds a step"}
 """Key of the last step in metrics.jsonl -> its name."""
-
-
-def _iteration(checkpoint: Path) -> int:
-    return read_state(checkpoint)["run"]["iteration"]
 
 
 def describe_checkpoint(path: Path) -> Facts:

@@ -14,12 +14,7 @@ from av.video.reformatter import ColorRange, Colorspace
 from megadit.infer.decoding.containers import open_container
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
-from megadit.infer.media.animations import (
-    ANIMATION_SUFFIXES,
-    IMAGE_SUFFIXES,
-    encode_animation,
-    encode_image,
-)
+from megadit.infer.media.animations import ANIMATION_SUFFIXES, IMAGE_SUFFIXES, encode_animation, encode_image
 from megadit.infer.media.animations import read_comment as _read_image_comment
 from megadit.infer.media.signing import Marker
 from megadit.models.shared.errors import UserError

@@ -98,6 +98,11 @@ class WeakerDenoisers:
         return self._cached[path]
 
 
+def no_weaker_denoiser(path: str) -> Denoiser:
+    """Raises UserError: the pipeline opens no path."""
+    raise UserError(f"autoguidance={path}: this pipeline cannot load a second checkpoint")
+
+
 def check_component(bundle: Bundle, part: str, component: VideoTokenizer | TextEncoder) -> None:
     """Check a tokenizer or text encoder: any other than the one trained with would give noise without an error.
 

@@ -1,4 +1,4 @@
-"""One batch of videos: its denoiser under guidance and adapters, and the latents that sampling gives."""
+"""One batch of videos: its denoiser in all wrappers, and the latents that sampling gives."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ from torch import Tensor
 from megadit.infer.conditioning.encode import EncodedConditioning
 from megadit.infer.pipeline.batches import Batch
 from megadit.infer.pipeline.step_cache import cached
+from megadit.infer.sampling.callbacks import StepProgress
 from megadit.infer.sampling.flow_levels import noise_of_start, with_whole_steps
 from megadit.infer.sampling.guidance import Denoiser, Evaluate, embedded_guidance, guided_by_settings, within
 from megadit.infer.sampling.samplers import SAMPLERS, Denoise, settings_randomness
@@ -19,20 +20,33 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 
 
-def denoise_by_settings(
+def wrapped(
+    denoiser: Denoiser,
     settings: SamplingSettings,
     batch: Batch,
-    denoiser: Denoiser,
     condition: Callable[[list[str]], Conditioning],
+    encoded: EncodedConditioning | None,
+    skipped: Sequence[int],
+    progress: StepProgress,
     *,
+    config: NetworkConfig,
     weaker: Denoiser | None,
     evaluate: Evaluate,
 ) -> Denoise:
-    """The denoiser of a batch with guidance, and with adapters at the noise levels where they act.
+    """The function of (x, sigma) that a sampler integrates: a denoiser in all of its wrappers, the innermost first.
 
-    `condition`, `weaker` and `evaluate` are those of `guided_by_settings`. Where `low_guidance` is set, `denoiser` is
-    an `ExpertDenoiser`.
+    | wrapper               | what it does                                                            |
+    |-----------------------|-------------------------------------------------------------------------|
+    | `embedded_guidance`   | a guidance-distilled network gets the scale as an input                 |
+    | `guided_by_settings`  | combines prompts, negative prompt, images and `weaker` by their scales  |
+    | `within`              | another scale for the low-noise expert (`denoiser.boundary`)            |
+    | `within`              | no adapters outside their noise levels                                  |
+    | `with_whole_steps`    | rounds noise levels as a published program does                         |
+    | `cached`              | predicts the calls with indices in `skipped`                            |
+    | `encoded.replaces`    | returns the latents that are kept                                       |
+    | `progress.around`     | reports every call                                                      |
     """
+    settings, condition = embedded_guidance(settings, config, condition)
 
     def guided(guidance: float, adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
         asked = replace(settings, guidance=guidance)
@@ -45,35 +59,12 @@ def denoise_by_settings(
             return high
         return within((denoiser.boundary, math.inf), high, guided(settings.low_guidance, adapter_scale_B))
 
-    adapted = of_each_network(batch.adapter_scale_B)
-    if not (settings.adapter_interval and batch.adapter_scale_B):
-        return adapted
-    return within(settings.adapter_interval, adapted, of_each_network({}))
-
-
-def sample(
-    batch: Batch,
-    settings: SamplingSettings,
-    sigmas: Tensor,
-    key_B: Tensor,
-    shape: Sequence[int],
-    encoded: EncodedConditioning | None,
-    condition: Callable[[list[str]], Conditioning],
-    skipped: Sequence[int],
-    around: Callable[[Denoise, range], Denoise],
-    *,
-    denoiser: Denoiser,
-    config: NetworkConfig,
-    weaker: Denoiser | None,
-    evaluate: Evaluate,
-) -> Tensor:
-    """Return the latents BCTHW, float32, of one batch: `solve` over `sigmas` [num_steps + 1] with the denoiser of
-    `denoise_by_settings`; the calls with indices in `skipped` are predicted; `around` wraps the denoiser."""
-    settings, condition = embedded_guidance(settings, config, condition)
-    denoise = denoise_by_settings(settings, batch, denoiser, condition, weaker=weaker, evaluate=evaluate)
+    denoise = of_each_network(batch.adapter_scale_B)
+    if settings.adapter_interval and batch.adapter_scale_B:
+        denoise = within(settings.adapter_interval, denoise, of_each_network({}))
     denoise = cached(with_whole_steps(denoise, settings, config), skipped, config.sigma_data)
     denoise = denoise if encoded is None else encoded.replaces(denoise)
-    return solve(around(denoise, batch.places), settings, sigmas, key_B, shape, encoded)
+    return progress.around(denoise, batch.places)
 
 
 def solve(

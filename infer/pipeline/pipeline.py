@@ -35,8 +35,8 @@ from megadit.infer.pipeline.adapters import (
     hold_adapters,
 )
 from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts
-from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, open_bundle
-from megadit.infer.pipeline.one_batch import sample
+from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, no_weaker_denoiser, open_bundle
+from megadit.infer.pipeline.one_batch import solve, wrapped
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
@@ -96,7 +96,7 @@ class TextToVideo:
         defaults: SamplingSettings,
         device: torch.device | str = "cpu",
         evaluate: Evaluate = in_one_batch,
-        load_weaker: Callable[[str], Denoiser] | None = None,
+        load_weaker: Callable[[str], Denoiser] = no_weaker_denoiser,
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
         guardrail: Guardrail | None = None,
         adapters: AdapterCache | None = None,
@@ -204,7 +204,7 @@ class TextToVideo:
             defaults=bundle.defaults,
             device=place,
             evaluate=evaluate,
-            load_weaker=WeakerDenoisers(bundle, load) if opens_paths else None,
+            load_weaker=WeakerDenoisers(bundle, load) if opens_paths else no_weaker_denoiser,
             reload_text_encoder=reload if running.offload_text_encoder else None,
             reopen=None if is_plain else partial(cls.from_pretrained, **asked),
             guardrail=guardrail,
@@ -381,12 +381,10 @@ class TextToVideo:
         def condition(texts: list[str]) -> Conditioning:
             return replace(self.text_encoder.conditioning(texts, fps).to(self.device), **seen)
 
-        network = {"denoiser": self.denoiser, "config": self.config, "weaker": None, "evaluate": self.evaluate}
-        if settings.autoguidance:
-            if self._load_weaker is None:
-                raise UserError(f"autoguidance={settings.autoguidance}: this pipeline cannot load a second checkpoint")
-            network["weaker"] = self._load_weaker(settings.autoguidance)
-        return sample(batch, settings, sigmas, key_B, shape, encoded, condition, skipped, progress.around, **network)
+        weaker = self._load_weaker(settings.autoguidance) if settings.autoguidance else None
+        own = {"config": self.config, "weaker": weaker, "evaluate": self.evaluate}
+        denoise = wrapped(self.denoiser, settings, batch, condition, encoded, skipped, progress, **own)
+        return solve(denoise, settings, sigmas, key_B, shape, encoded)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """Decode one video at a time: memory grows with the batch, results do not depend on it."""

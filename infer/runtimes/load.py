@@ -199,3 +199,19 @@ def load_text_encoder(bundle: Bundle, runtime: str, device: torch.device) -> Tex
 
 def _open(bundle: Bundle, runtime: str, device: torch.device) -> Networks:
     return EXPORTED[runtime].open(open_exported(bundle, runtime), device)
+
+
+def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
+    """Return the batch size in videos that a bundle's networks were exported for; None: any number.
+
+    Guidance takes two rows of the denoiser for each video (conditional, unconditional), unless that is
+    guidance-distilled.
+
+    Raises:
+        UserError: if the bundle was not exported for `runtime`.
+    """
+    if runtime == TORCH:
+        return None
+    check_runtime(RuntimeOptions(runtime=runtime))
+    rows = open_exported(bundle, runtime).network("denoiser").axes["batch"].max
+    return rows if bundle.config.guidance_embedding_range is not None else max(1, rows // 2)

@@ -16,13 +16,7 @@ from torch import Tensor
 
 from megadit.models.shared.documents import OTHER_FILES
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.tensor_source import (
-    Stored,
-    TensorSource,
-    from_state_dict,
-    load_pickled,
-    open_safetensors,
-)
+from megadit.models.storage.tensor_source import Stored, TensorSource, from_state_dict, load_pickled, open_safetensors
 
 TORCH_MAGIC = (b"PK", b"\x80")
 """First bytes of a file of torch.save: a zip file, or of old a pickle."""

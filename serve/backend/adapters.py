@@ -13,7 +13,8 @@ from megadit.models.convert.adapters.files import adapter_size
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.named import SUFFIX, find_adapter, of_expert, split_expert
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import Limits, ServiceInfo, VideoRequest, work_with
+from megadit.serve.contract import VideoRequest
+from megadit.serve.service_info import Limits, ServiceInfo, work_with
 
 Request = TypeVar("Request")
 

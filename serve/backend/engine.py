@@ -25,17 +25,14 @@ from megadit.infer.media.video_io import encode_mp4
 from megadit.infer.pipeline.adapters import Scales
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo
-from megadit.infer.runtimes.load import check_runtime, open_exported
-from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.sampling.callbacks import DENOISE, Cancelled, Step
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
-from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SERVED, SamplingSettings
 from megadit.models.lora.named import MissingAdapterError
 from megadit.models.networks.registry import build_without_memory
 from megadit.models.shared.errors import UserError
 from megadit.serve.backend.adapters import admit, asked_adapters, batches_of, defaults_with, shares_of_work
-from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import (
     ADAPTER_MARK,
     DEADLINE_MARK,
@@ -50,6 +47,7 @@ from megadit.serve.events import (
     StepDone,
     VideoResult,
 )
+from megadit.serve.service_info import ServiceInfo
 from megadit.serve.tracing import NOTHING, Span, shared
 
 
@@ -151,7 +149,7 @@ class Engine:
         for open_request in open_requests:
             try:
                 with open_request.span.child("check") as span:
-                    settings, open_request.shares = self._checked(open_request.request, span)
+                    settings, open_request.shares = self.check(open_request.request, span)
                     open_request.conditioning = self.read(open_request.request, settings)
                     open_request.adapters = self.read_adapters(open_request.request)
                 groups[settings, strength_of(open_request.conditioning)].append(open_request)
@@ -175,16 +173,13 @@ class Engine:
             for open_request in open_requests:
                 self._serve([open_request], settings, clock)
 
-    def check(self, request: VideoRequest, span: Span = NOTHING) -> SamplingSettings:
-        """The settings that a request resolves to; `span` is that of the check.
+    def check(self, request: VideoRequest, span: Span = NOTHING) -> tuple[SamplingSettings, dict[str, float]]:
+        """The settings that a request resolves to, and the fraction of work of each adapter; `span` is that of the
+        check.
 
         Raises:
             UserError: if it is invalid or exceeds the limits.
         """
-        return self._checked(request, span)[0]
-
-    def _checked(self, request: VideoRequest, span: Span) -> tuple[SamplingSettings, dict[str, float]]:
-        """The settings, and the fraction of work of each adapter."""
         self.info.limits.check_texts(request)
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
@@ -314,22 +309,6 @@ class Engine:
         row.owner.send(replace(result, scores=scores))
 
 
-def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
-    """Return the batch size in videos that a bundle's networks were exported for; None: any number.
-
-    Guidance takes two rows of the denoiser for each video (conditional, unconditional), unless that is
-    guidance-distilled.
-
-    Raises:
-        UserError: if the bundle was not exported for `runtime`.
-    """
-    if runtime == "torch":
-        return None
-    check_runtime(RuntimeOptions(runtime=runtime))
-    rows = open_exported(bundle, runtime).network("denoiser").axes["batch"].max
-    return rows if bundle.config.guidance_embedding_range is not None else max(1, rows // 2)
-
-
 def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
     for open_request in _living_owners(rows):
         if open_request.is_cancelled():
@@ -401,14 +380,14 @@ def _num_videos(request: VideoRequest) -> int:
 
 
 def _fail(open_request: OpenRequest, error: Exception) -> None:
-    if isinstance(error, MissingAdapterError):
-        open_request.finish(AdapterNotFoundError(f"{ADAPTER_MARK}: {error}"))
-        return
-    if isinstance(error, Refused):
-        open_request.finish(HeldBackError(f"{GUARDRAIL_MARK}: {error}"))
-        return
-    if isinstance(error, UserError):
-        open_request.finish(InvalidRequestError(str(error)))
-        return
-    traceback.print_exception(error)
-    open_request.finish(ServiceError(f"{type(error).__name__}: {error}"))
+    match error:
+        case MissingAdapterError():
+            answer = AdapterNotFoundError(f"{ADAPTER_MARK}: {error}")
+        case Refused():
+            answer = HeldBackError(f"{GUARDRAIL_MARK}: {error}")
+        case UserError():
+            answer = InvalidRequestError(str(error))
+        case _:
+            traceback.print_exception(error)
+            answer = ServiceError(f"{type(error).__name__}: {error}")
+    open_request.finish(answer)

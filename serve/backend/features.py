@@ -21,7 +21,7 @@ from megadit.models.bundle import Bundle, Kind
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.conditioning_settings import plain_bytes
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import Limits
+from megadit.serve.service_info import Limits
 
 Read = Callable[[bytes], Any]
 Compute = Callable[[Sequence[Any]], torch.Tensor]

@@ -12,7 +12,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.serve.backend.features import Features
 from megadit.serve.backend.triton_instance import Instance
-from megadit.serve.contract import Limits
+from megadit.serve.service_info import Limits
 
 
 class TritonPythonModel:

@@ -18,14 +18,15 @@ from megadit.infer.media.reader import MediaReader
 from megadit.infer.media.signing import SigningOptions, load_marker
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.distributed import DevicePlacement
+from megadit.infer.runtimes.load import most_videos_at_once
 from megadit.infer.runtimes.options import print_dtype
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
-from megadit.serve.backend.engine import Engine, OpenRequest, most_videos_at_once
+from megadit.serve.backend.engine import Engine, OpenRequest
 from megadit.serve.backend.triton_instance import Instance
-from megadit.serve.contract import INPUTS, ServiceInfo, VideoRequest
+from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.events import (
     DATA,
     EVENT,
@@ -36,6 +37,7 @@ from megadit.serve.events import (
     ServiceError,
     event_to_wire,
 )
+from megadit.serve.service_info import ServiceInfo
 from megadit.serve.tracing import NOTHING, TRACEPARENT, Span, Tracing
 
 

@@ -20,21 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megadit.models.lora.named import (
-    OF_A_KEY,
-    SUFFIX,
-    adapters_in,
-    check_name,
-    of_expert,
-    shown_name,
-    split_expert,
-)
+from megadit.models.lora.named import OF_A_KEY, SUFFIX, adapters_in, check_name, of_expert, shown_name, split_expert
 from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import AdapterInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import AdapterNotFoundError
 from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.store.keys import Key
+from megadit.serve.service_info import AdapterInfo
 
 _LONGEST_NAME = 100
 _UNFINISHED = ".upload."

@@ -25,7 +25,7 @@ from megadit.models.shared.addresses import tls_context
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
-from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
+from megadit.serve.contract import MODEL, VideoRequest
 from megadit.serve.events import (
     AdapterNotFoundError,
     CancelledError,
@@ -37,6 +37,7 @@ from megadit.serve.events import (
     UnavailableError,
     VideoResult,
 )
+from megadit.serve.service_info import ServiceInfo
 
 GATEWAY = "http://127.0.0.1:8080"
 """Default URL of a gateway."""

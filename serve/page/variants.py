@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import ServiceInfo, VideoRequest, calls_in_words, calls_of
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import ServiceError
 from megadit.serve.gateway.client import GatewayClient
+from megadit.serve.service_info import ServiceInfo, calls_in_words, calls_of
 
 BEST = "best"
 """Name of the variant without a fixed number of calls."""

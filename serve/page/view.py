@@ -7,8 +7,9 @@ from html import escape
 
 from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.progress import duration
-from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import StepDone
+from megadit.serve.service_info import ServiceInfo
 
 SLIDERS = {name: about for name, about in SERVED.items() if about.low is not None and about.high is not None}
 """Settings between two bounds, except those with their own inputs."""

@@ -36,11 +36,12 @@ from megadit.models.shared.cli.setting import group, partial_dataclass, setting,
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.storage.weights import config_to_dict
-from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo, calls_in_words, calls_of
+from megadit.serve.contract import IMAGE_MODEL, MODEL
 from megadit.serve.repository.features import LIMITS, build_feature_repository
 from megadit.serve.repository.model_config import Scheduling, service_config
 from megadit.serve.repository.model_files import check_replaceable, write_model
 from megadit.serve.repository.network_config import write_networks
+from megadit.serve.service_info import AdapterInfo, Limits, ServiceInfo, calls_in_words, calls_of
 
 _SIZE_BEYOND_DEFAULT = 4
 _STEPS_BEYOND_DEFAULT = 10

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from megadit.models.shared.cli.setting import check_settings, setting
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import INPUTS, ServiceInfo
+from megadit.serve.contract import INPUTS
 from megadit.serve.events import DATA, EVENT
+from megadit.serve.service_info import ServiceInfo
 
 PATHS = ("adapters", "guardrail_dir", "scorer_dir", "c2pa_certificate", "c2pa_key")
 """Parameters with paths outside of the repository, read at run time."""

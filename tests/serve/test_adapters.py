@@ -155,7 +155,7 @@ def test_the_work_of_a_request_counts_what_its_adapters_hold(engine, bundle_dir,
     engine.info = service_info(bundle, settings, {"max_work": most}, adapters=tmp_path)
     engine.adapters = tmp_path
     ask = partial(replace, VideoRequest(prompt="a"))
-    assert engine.check(ask(adapters=("small",))).num_steps == settings.num_steps
+    assert engine.check(ask(adapters=("small",)))[0].num_steps == settings.num_steps
     with pytest.raises(UserError, match="rank 700; this service supports up to 512"):
         engine.check(ask(adapters=("large",)))
     with pytest.raises(UserError, match="pixel steps with these adapters; this service does up to"):

@@ -5,8 +5,9 @@ import pytest
 from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.cli.setting import other_names
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import INPUTS, Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.events import StepDone, VideoResult, event_from_wire, event_to_wire
+from megadit.serve.service_info import Limits, ServiceInfo
 
 LIMITS = Limits(max_prompt_characters=20, max_videos=2, max_frames=9, max_pixels=9 * 16 * 16, max_work=9 * 16 * 16 * 10)
 SIZE = {"num_videos": 1, "num_frames": 9, "height": 16, "width": 16, "fps": 8.0, "num_steps": 10}

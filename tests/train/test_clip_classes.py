@@ -20,7 +20,7 @@ from megadit.models.networks.registry import build_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.serve.backend.features import Features
-from megadit.serve.contract import Limits
+from megadit.serve.service_info import Limits
 from megadit.train.data.prepare import command as prepare
 from megadit.train.demos.digits import compare_classifiers as compare_classifiers
 from megadit.train.demos.digits import data as digits

@@ -21,13 +21,7 @@ import torch
 
 from megadit.models.bundle import Bundle, check_single
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.convert.adapters.adapter import (
-    DIFFERENCE,
-    DOWN,
-    MAGNITUDE,
-    Adapter,
-    Change,
-)
+from megadit.models.convert.adapters.adapter import DIFFERENCE, DOWN, MAGNITUDE, Adapter, Change
 from megadit.models.convert.adapters.names import (
     NamedRows,
     diffusers_linears,

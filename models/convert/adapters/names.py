@@ -23,17 +23,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.convert.adapters.adapter import (
-    ALPHA,
-    BIAS,
-    DIFFERENCE,
-    DOWN,
-    MAGNITUDE,
-    SCALE,
-    UP,
-    UP_BIAS,
-    Change,
-)
+from megadit.models.convert.adapters.adapter import ALPHA, BIAS, DIFFERENCE, DOWN, MAGNITUDE, SCALE, UP, UP_BIAS, Change
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.convert.written import diffusers_entries, original_entries, pipeline_entries
 from megadit.models.lora.adapters import targets_of

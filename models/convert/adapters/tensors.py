@@ -11,17 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.convert.adapters.adapter import (
-    ALPHA,
-    BIAS,
-    DIFFERENCE,
-    DOWN,
-    MAGNITUDE,
-    SCALE,
-    UP,
-    UP_BIAS,
-    Change,
-)
+from megadit.models.convert.adapters.adapter import ALPHA, BIAS, DIFFERENCE, DOWN, MAGNITUDE, SCALE, UP, UP_BIAS, Change
 from megadit.models.convert.adapters.names import NamedRows, split_key
 from megadit.models.convert.adapters.settings import LoraSettings
 from megadit.models.shared.errors import UserError

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.datastructures import UploadFile
 
-from megadit.serve.contract import AdapterInfo
 from megadit.serve.gateway.adapters import StoredAdapter
 from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.http.schemas import ERRORS
 from megadit.serve.gateway.media import form_of
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store.keys import Key
+from megadit.serve.service_info import AdapterInfo
 
 
 class Adapter(BaseModel):

@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect
 
 from megadit.models.diffusion.conditioning_settings import CONDITIONING
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import ServiceInfo
 from megadit.serve.events import AdapterNotFoundError, InvalidRequestError
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
 from megadit.serve.gateway.http.content import Asked, content_of, picture_content_of, read_video
@@ -45,6 +44,7 @@ from megadit.serve.gateway.store.keys import Key
 from megadit.serve.gateway.store.quotas import QuotaExceededError, TooManyActiveError
 from megadit.serve.gateway.store.results import SUFFIXES
 from megadit.serve.gateway.store.store import IdempotencyMismatchError, KeyRevokedError
+from megadit.serve.service_info import ServiceInfo
 from megadit.serve.tracing import HERE
 
 _Body, _Answer = TypeVar("_Body", bound=BaseModel), TypeVar("_Answer")

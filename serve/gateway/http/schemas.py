@@ -11,10 +11,11 @@ from pydantic_core import from_json
 from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA
 from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.cli.setting import Setting, other_names, under_own_names
-from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import InvalidRequestError
 from megadit.serve.gateway.media import MOST_FILES, File, Keyframe, form_schema, reference_as
 from megadit.serve.gateway.store.jobs import COMPLETED, FAILED, Job
+from megadit.serve.service_info import ServiceInfo
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _SCHEMAS = "#/components/schemas/"

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import InvalidRequestError, ServiceError
+from megadit.serve.service_info import ServiceInfo
 from megadit.serve.transports import check_address
 
 _PROOF_SECONDS = 5.0

@@ -21,7 +21,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.serve.backend.features import Features
-from megadit.serve.contract import Limits
+from megadit.serve.service_info import Limits
 from megadit.train.data.ingest import workers
 from tests.bundles import write_classifier_bundle, write_clip_bundle, write_tiny_bundle
 

@@ -133,7 +133,8 @@ from megadit.infer.generate.specs import video_grid
 from megadit.infer.generate.options import parse
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli import verbs
-from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
+from megadit.serve.service_info import Limits, ServiceInfo
 from megadit.serve.gateway.http.app import create_app
 from megadit.serve.repository.model_config import Scheduling, service_config
 

@@ -116,7 +116,7 @@ def test_noise_of_the_default_sampler_does_not_keep_clients_from_another(engine,
     noisy = Engine(pipeline, info)
     asked = {"prompt": "a", "seed": 1}
     kept, quiet, given = (
-        noisy.check(VideoRequest(**asked, **settings).filled(info.defaults, info.eta_samplers))
+        noisy.check(VideoRequest(**asked, **settings).filled(info.defaults, info.eta_samplers))[0]
         for settings in ({}, {"sampler": "DPMPP-2M"}, {"sampler": "EDM", "eta": 0.5})
     )
     assert [(each.sampler, each.eta) for each in (kept, quiet, given)] == [
@@ -135,8 +135,8 @@ def test_a_default_that_no_request_can_set_reaches_its_videos(pipeline, bundle_d
     for settings in ({}, {"sampler": "unipc", "num_steps": 3}):
         asked = VideoRequest(prompt="a", seed=1, **settings)
         assert (
-            engine.check(asked).noise_scale
-            == engine.check(asked.filled(info.defaults, info.eta_samplers)).noise_scale
+            engine.check(asked)[0].noise_scale
+            == engine.check(asked.filled(info.defaults, info.eta_samplers))[0].noise_scale
             == 0.5
         )
     asker = Asker(VideoRequest(prompt="a", seed=1))
@@ -265,7 +265,7 @@ def test_a_client_that_cannot_be_reached_is_a_fault_of_its_own(engine):
 
 
 def test_check_gives_the_settings_of_generate(engine, pipeline):
-    settings = engine.check(VideoRequest(prompt="a", num_steps=7, sampler="HEUN"))
+    settings, _ = engine.check(VideoRequest(prompt="a", num_steps=7, sampler="HEUN"))
     assert (settings.num_steps, settings.sampler, settings.fps) == (7, "heun", 8)
     with pytest.raises(UserError, match="multiple of 4"):
         engine.check(VideoRequest(prompt="a", height=18))

@@ -16,11 +16,11 @@ from megadit.infer.matching import Matcher
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.backend.features import MODELS, Features
-from megadit.serve.contract import Limits
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.features import LIMITS, build_feature_repository
 from megadit.serve.repository.model_config import Scheduling
+from megadit.serve.service_info import Limits
 from tests.bundles import write_clip_bundle
 from tests.serve.repository.test_build import parse
 

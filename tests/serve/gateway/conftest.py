@@ -19,7 +19,6 @@ import pytest
 import uvicorn
 
 from megadit.models.shared.addresses import tls_context
-from megadit.serve.contract import Limits, ServiceInfo
 from megadit.serve.gateway import service
 from megadit.serve.gateway.http.app import create_app
 from megadit.serve.gateway.http.connections import BACKLOG, Connection, Door
@@ -28,6 +27,7 @@ from megadit.serve.gateway.store import patience
 from megadit.serve.gateway.store.database import Database
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 from megadit.serve.launch.local_server import SHARED_MEMORY, Ports
+from megadit.serve.service_info import Limits, ServiceInfo
 from megadit.serve.supervise import responds
 
 from .served_up import Service, processes

@@ -14,12 +14,13 @@ from megadit.infer.media.video_io import encode_mp4, read_video, write_video
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.events import CancelledError, ServiceError, StepDone, UnavailableError, VideoResult
 from megadit.serve.page import demo
 from megadit.serve.page.demo import service
 from megadit.serve.page.studio import Studio
 from megadit.serve.page.view import Preset, facts, finished_stage, message_stage, presets, progress_stage
+from megadit.serve.service_info import Limits, ServiceInfo
 
 from ..test_triton import frames_of
 

@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.page.variants import Variant
 from megadit.serve.page.view import Preset, facts
+from megadit.serve.service_info import Limits, ServiceInfo
 
 DEFAULTS = {"num_steps": 4, "guidance": 2.0, "sampler": "euler", "eta": 1.0}
 SIZE = Preset(name="Video", num_frames=5, height=16, width=24)

@@ -12,12 +12,13 @@ from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter, write_adapter
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import AdapterInfo, Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.page.studio import Studio
 from megadit.serve.page.variants import variants_of
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
+from megadit.serve.service_info import AdapterInfo, Limits, ServiceInfo
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.conftest import make_adapter
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.infer.runtimes.load import weights_checksum
+from megadit.infer.runtimes.load import most_videos_at_once, weights_checksum
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.serve.backend.engine import most_videos_at_once
-from megadit.serve.contract import INPUTS, Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling, service_config
+from megadit.serve.service_info import Limits, ServiceInfo
 from tests.bundles import CONFIG, write_tiny_bundle
 
 text_format = pytest.importorskip("google.protobuf.text_format")

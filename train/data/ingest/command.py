@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -233,11 +233,12 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
         if workers.is_first:
             if not is_task:
                 held.enter_context(_lock(options.out, workers.shard))
-            if common.overwrite and _is_ours(notes):
-                _remove(options)  # only after all checks of its replacement
+            # only after all checks of its replacement, and only a data set (other folders have a megadit.json too)
+            if common.overwrite and (notes.settings.is_file() or is_prepared(notes.root)):
+                _remove(options)
             request = {
                 "source": f"{kind} {options.source}",
-                "encodings": [_plain(encoding) for encoding in preparation.encodings],
+                "encodings": [asdict(encoding) for encoding in preparation.encodings],
                 "channels": common.channels,
             }
             notes.begin(preparation.settings, request, is_alone=workers.is_whole)
@@ -314,11 +315,6 @@ def _remove(options: Options) -> None:
     shutil.rmtree(options.out)
 
 
-def _is_ours(notes: Notes) -> bool:
-    """Whether the folder holds a data set, complete or not (other megadit folders have a megadit.json too)."""
-    return notes.settings.is_file() or is_prepared(notes.root)
-
-
 def _settings(options: Options, notes: Notes) -> Settings:
     """Settings with the given sizes, or else the default size."""
     common, sizes = options.common, _named_sizes(options.common, notes) or ((USUAL_SIDE, USUAL_SIDE),)
@@ -371,10 +367,6 @@ def _tables(options: Options, notes: Notes) -> Tables | None:
         names_are_captions=isinstance(options, ButterflyOptions),
         downloads=options.downloads,
     )
-
-
-def _plain(encoding) -> dict[str, object]:
-    return {name: getattr(encoding, name) for name in encoding.__dataclass_fields__}
 
 
 def _stages(options: PrepareOptions) -> list[str]:

@@ -30,14 +30,7 @@ from megadit.train.demos.shapes import edits, score, subject
 from megadit.train.demos.shapes.classifier import classify
 from megadit.train.demos.shapes.data import FPS, Scene, draw_scenes, neutral_caption
 from megadit.train.demos.shapes.samples import SHAPES
-from megadit.train.demos.stages import (
-    Stage,
-    TrainingDemo,
-    run_stages,
-    summary_of_seconds,
-    training_stages,
-    write_blend,
-)
+from megadit.train.demos.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, training_stages, write_blend
 from megadit.train.plan.hardware import ranks_that_gain
 
 SHOWN = {"single": 6, "pair": 12, "single_unseen": 3, "pair_unseen": 3}
