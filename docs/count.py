@@ -40,8 +40,8 @@ QUESTIONS = (
     Question(
         asks="What is the loss?",
         starts=("train/objectives/denoise.py:edm_loss",),
-        most_files=27,
-        most_lines=3700,
+        most_files=26,
+        most_lines=3670,
     ),
     Question(
         asks="How does Heun's solver step?",

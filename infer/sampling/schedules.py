@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.sampling.flow_levels import FLOW_LEVELS, flow_level_sigmas
-from megadit.models.diffusion.ddpm import DDPM_STEPS, ddpm_sigmas
+from megadit.models.diffusion.parameterization import DDPM_STEPS, ddpm_sigmas
 from megadit.models.diffusion.settings import SamplingSettings, find_schedule
 from megadit.models.shared.errors import UserError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.convert.stable_diffusion import NOISE_SCHEDULE
-from megadit.models.diffusion.ddpm import BETAS, DDPM_STEPS
+from megadit.models.diffusion.parameterization import BETAS, DDPM_STEPS
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json

@@ -10,7 +10,7 @@ from typing import Any
 
 from megadit.models.configs.unet import DIFFUSERS_CLASS, FIXED, USUAL, UNetConfig
 from megadit.models.convert.tensor_map import Entry, rename
-from megadit.models.diffusion.ddpm import BETAS, DDPM_STEPS
+from megadit.models.diffusion.parameterization import BETAS, DDPM_STEPS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_object
 from megadit.models.storage.weights import network_shapes

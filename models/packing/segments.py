@@ -185,38 +185,32 @@ class ConditionRows:
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
-        if device not in self._of_token and device.type != "cpu":
-            [self._of_token[device]] = sent_together([self.of_token(CPU)], device)
-        if device not in self._of_token:
-            row_S = torch.empty(sum(group.count * group.length for group in self.groups), dtype=torch.long)
-            for group in self.groups:
-                group.tokens_of(row_S).copy_(torch.arange(group.first, group.first + group.count)[:, None])
-            self._of_token[device] = row_S
-        return self._of_token[device]
+        return self._on(device)[0]
 
     def starts_of_runs(self, device: torch.device) -> Tensor:
         """int32 [P + 1]: the start of each run of at most `LONGEST_RUN` consecutive tokens with one row, and S."""
-        if device not in self._starts and device.type != "cpu":
-            [self._starts[device]] = sent_together([self.starts_of_runs(CPU)], device)
-        if device not in self._starts:
-            row_S = self.of_token(device)
-            changes = (row_S.diff().nonzero().flatten() + 1).tolist()
-            edges = [0, *changes, len(row_S)]
-            starts = [at for first, stop in pairwise(edges) for at in range(first, stop, LONGEST_RUN)]
-            self._starts[device] = torch.tensor([*starts, len(row_S)], dtype=torch.int32)
-        return self._starts[device]
+        return self._on(device)[1]
 
     def keep(self, device: torch.device, row_S: Tensor, starts_P: Tensor) -> None:
         """Caches the results of `of_token`, int64 [S], and `starts_of_runs`, int32 [P + 1], for a device."""
-        self._of_token[device], self._starts[device] = row_S, starts_P
+        self._there[device] = row_S, starts_P
 
     @cached_property
-    def _of_token(self) -> dict[torch.device, Tensor]:
+    def _there(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         return {}
 
-    @cached_property
-    def _starts(self) -> dict[torch.device, Tensor]:
-        return {}
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._there:
+            self.keep(device, *(self._computed() if device.type == "cpu" else sent_together(self._on(CPU), device)))
+        return self._there[device]
+
+    def _computed(self) -> tuple[Tensor, Tensor]:
+        row_S = torch.empty(sum(group.count * group.length for group in self.groups), dtype=torch.long)
+        for group in self.groups:
+            group.tokens_of(row_S).copy_(torch.arange(group.first, group.first + group.count)[:, None])
+        edges = [0, *(row_S.diff().nonzero().flatten() + 1).tolist(), len(row_S)]
+        starts = [at for first, stop in pairwise(edges) for at in range(first, stop, LONGEST_RUN)]
+        return row_S, torch.tensor([*starts, len(row_S)], dtype=torch.int32)
 
 
 @dataclass(frozen=True)

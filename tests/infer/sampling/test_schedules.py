@@ -14,7 +14,7 @@ from megadit.infer.sampling.schedules import (
     log_linear_sigmas,
     settings_sigmas,
 )
-from megadit.models.diffusion.ddpm import ddpm_sigmas
+from megadit.models.diffusion.parameterization import ddpm_sigmas
 from megadit.models.diffusion.settings import SamplingSettings, find_schedule, resolution_shift
 from megadit.models.shared.errors import UserError
 

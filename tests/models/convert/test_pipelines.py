@@ -9,8 +9,8 @@ import torch
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
-from megadit.models.diffusion.ddpm import ddpm_sigmas
 from megadit.models.diffusion.noise import latent_noise, seed_key
+from megadit.models.diffusion.parameterization import ddpm_sigmas
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import T5TextEncoder
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.models.diffusion.ddpm import ddpm_sigmas
 from megadit.models.diffusion.noise import latent_noise
-from megadit.models.diffusion.parameterization import denoise_packed, parameterization_of
+from megadit.models.diffusion.parameterization import ddpm_sigmas, denoise_packed, parameterization_of
 from megadit.models.networks.dit import WHOLE_NETWORK
 from megadit.models.networks.embeddings import patchify
 from megadit.train.config.schema import DiffusionConfig

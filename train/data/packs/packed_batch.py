@@ -182,14 +182,10 @@ class PackedBatch:
         """Several packs as one micro-batch."""
         if len(packs) == 1:
             return packs[0]
-        return PackedBatch(
-            tokens_S1P=torch.cat([pack.tokens_S1P for pack in packs]),
-            text_L1E=torch.cat([pack.text_L1E for pack in packs]),
+        tensors = {name: torch.cat([pack.tensors[name] for pack in packs]) for name in packs[0].tensors}
+        return PackedBatch.of_tensors(
+            tensors,
             layout=PackLayout.concatenate([pack.layout for pack in packs]),
-            fps_G=torch.cat([pack.fps_G for pack in packs]),
-            noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
-            loss_weight_G=torch.cat([pack.loss_weight_G for pack in packs]),
-            extra_G={name: torch.cat([pack.extra_G[name] for pack in packs]) for name in packs[0].extra_G},
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
             refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
             unreadable_shards=tuple(shard for pack in packs for shard in pack.unreadable_shards),

@@ -202,8 +202,8 @@ def test_a_network_of_four_levels_has_few_inputs():
 @pytest.mark.slow
 def test_pictures_are_those_of_diffusers(made, tmp_path):
     """Guided, ten steps, two adapters: one of them in PEFT's own folder, which we wrote."""
-    from megadit.models.diffusion.ddpm import ddpm_sigmas
     from megadit.models.diffusion.noise import latent_noise, seed_key
+    from megadit.models.diffusion.parameterization import ddpm_sigmas
 
     pipeline, bundle = made("xl")
     paths = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
