@@ -5,17 +5,19 @@ pooled feature, I image tokens, M mask channels.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.host_to_device import sent_as_one
-from megadit.models.packing.segments import Segment, Span
+from megadit.models.packing.segments import Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,14 +85,9 @@ def with_conditioning(
     """
     grid = config.token_grid(*is_clean_THW.shape)
     times = (*map(float, range(len(is_clean_THW) - len(extra_times))), *extra_times) if extra_times else ()
-    clean = _token_spans(is_clean_THW, config)
-    patch = config.patch_temporal
-    return Segment(grid, text_length, clean=clean, times=tuple(time / patch for time in times[::patch]))
-
-
-def _token_spans(is_clean_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
     edges = F.pad(conditioning_tokens(on_host(is_clean_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
+    clean, patch = tuple(zip(edges[::2], edges[1::2], strict=True)), config.patch_temporal
+    return Segment(grid, text_length, clean=clean, times=tuple(time / patch for time in times[::patch]))
 
 
 _ON_HOST = WeakTensorKeyDictionary()
@@ -159,26 +156,22 @@ class Conditioning:
 
     def at(self, places: list[int]) -> "Conditioning":
         """Return the conditioning of the videos at `places`."""
-        return Conditioning(
-            self.text_BLE[places],
-            self.text_length_B[places],
-            self.fps_B[places],
-            {name: scale_B[places] for name, scale_B in self.adapter_scale_B.items()},
-            self.clean and replace(self.clean, latents_BCTHW=self.clean.latents_BCTHW[places]),
-            None if self.image_BIE is None else self.image_BIE[places],
-            None if self.pooled_BP is None else self.pooled_BP[places],
-            None if self.guidance_B is None else self.guidance_B[places],
-        )
+        clean = self.clean and replace(self.clean, latents_BCTHW=self.clean.latents_BCTHW[places])
+        return Conditioning(**tree_map_only(Tensor, lambda x_B: x_B[places], self._batched), clean=clean)
+
+    @property
+    def _batched(self) -> dict[str, Any]:
+        """All fields but the conditioning latents."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "clean"}
+        return kept | {"adapter_scale_B": dict(self.adapter_scale_B)}
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
         """Copy to another device without waiting; `dtype` is that of text and image features."""
         text, image, pooled = (
             x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
         )
-        clean = self.clean and self.clean.to(device)
-        scales = dict(self.adapter_scale_B)
-        parts = (text, self.text_length_B, self.fps_B, scales, clean, image, pooled, self.guidance_B)
-        return Conditioning(*sent_as_one(parts, device))
+        parts = self._batched | {"text_BLE": text, "image_BIE": image, "pooled_BP": pooled}
+        return Conditioning(**sent_as_one(parts, device), clean=self.clean and self.clean.to(device))
 
     @staticmethod
     def concatenate(parts: "list[Conditioning]") -> "Conditioning":
@@ -186,13 +179,6 @@ class Conditioning:
         length."""
         longest = max(part.text_BLE.shape[1] for part in parts)
         padded = [F.pad(part.text_BLE, (0, 0, 0, longest - part.text_BLE.shape[1])) for part in parts]
-        return Conditioning(
-            torch.cat(padded),
-            torch.cat([part.text_length_B for part in parts]),
-            torch.cat([part.fps_B for part in parts]),
-            {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
-            CleanLatents.concatenate([part.clean for part in parts]),
-            None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
-            None if parts[0].pooled_BP is None else torch.cat([part.pooled_BP for part in parts]),
-            None if parts[0].guidance_B is None else torch.cat([part.guidance_B for part in parts]),
-        )
+        each = [part._batched | {"text_BLE": text_BLE} for part, text_BLE in zip(parts, padded, strict=True)]
+        joined = tree_map(lambda *x_B: None if x_B[0] is None else torch.cat(x_B), *each)
+        return Conditioning(**joined, clean=CleanLatents.concatenate([part.clean for part in parts]))

@@ -55,9 +55,9 @@ def walk(root: str | os.PathLike, *, follow_links: bool = False) -> Iterator[Fou
                 yield Found(name, why)
 
 
-def files_under(root: str | os.PathLike, *, follow_links: bool = False) -> list[Path]:
+def files_under(root: str | os.PathLike) -> list[Path]:
     """The readable files of `walk`, sorted by name."""
-    names = sorted(found.name for found in walk(root, follow_links=follow_links) if not found.reason)
+    names = sorted(found.name for found in walk(root) if not found.reason)
     return [Path(root, name) for name in names]
 
 
