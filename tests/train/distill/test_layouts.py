@@ -35,7 +35,7 @@ OBJECTIVES = {
     "dpo": {"objective": "dpo", "dpo_beta": 0.5},
     "grpo": {"objective": "flow_grpo", "grpo_clip": 0.1},
     "matching": MATCHING,
-    "adversarial": {**MATCHING, "adversarial_weight": 0.3},
+    "adversarial": {**MATCHING, "adversarial_weight": 0.3, "critic_updates": 1},
 }
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24}
 AXES = {"family": "st_dit", "adaln_lora_dim": 4}
@@ -106,12 +106,18 @@ def write(path, model, seed):
     return path
 
 
+def in_layout(case, parallel):
+    """With both packs at once, as on one rank, where it has both; on a ring and in stages, one after the other."""
+    packs = 2 if parallel == CP or "sequence_parallel" in parallel else 1
+    return {**case, "parallel": parallel, "data": case["data"] | {"micro_batch_size": packs}}
+
+
 def case_of(name, teachers):
     objective, *kinds = name.replace(",", "").split()
     kind = " ".join(kind for kind in KINDS if kind in kinds)
     teacher, start = map(str, teachers[kind])
     case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start}
-    case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2}}
+    case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2, "micro_batch_size": 2}}
     case["diffusion"] = {"learned_uncertainty": objective == "continuous"}
     if objective == "dpo":  # room for two videos
         case["data"] |= {"seq_length": 128, "text_seq_length": 96}
@@ -148,9 +154,9 @@ def before(teachers):
 @pytest.fixture(scope="module")
 def folder(folders_of, teachers, before):
     one = {counterpart(name): case_of(name, teachers) for name in LAYOUTS}
-    two = {name: {**case_of(name, teachers), "parallel": parallel} for name, parallel in LAYOUTS.items()}
+    two = {name: in_layout(case_of(name, teachers), parallel) for name, parallel in LAYOUTS.items()}
     for what, (name, parallel) in BROKEN.items():
-        two[f"without {what}"] = {**case_of(name, teachers), "steps": 1, "parallel": parallel, "broken": what}
+        two[f"without {what}"] = in_layout({**case_of(name, teachers), "steps": 1, "broken": what}, parallel)
     return folders_of({1: one, 2: two}.__getitem__, JOB, timeout=560)
 
 

@@ -18,7 +18,7 @@ from megadit.train.engine.shared_base import share_base
 from megadit.train.recipes import load_recipe
 
 from ..conftest import distance
-from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, PP, SCALES, SP, deviation, numbers, write
+from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, PP, SCALES, SP, deviation, in_layout, numbers, write
 
 JOB = Path(__file__).parents[1] / "jobs" / "layouts.py"
 TINY = replace(load_recipe("digits_tiny").model, num_layers=2, num_attention_heads=12, head_dim=8, in_channels=CHANNELS)
@@ -107,14 +107,14 @@ def case_of(name, teachers):
         distill["teacher_adapter"] = str(teachers["adapter"])
     has = {"experts": {"experts": EXPERTS}, "told": {"guidance_embedding_range": SCALES}}
     model = {"in_channels": CHANNELS, **has.get(kind, {})}
-    return {"distill": distill, "model": model, "data": {"global_batch_size": 2}, **CASES[kind]}
+    return {"distill": distill, "model": model, "data": {"global_batch_size": 2, "micro_batch_size": 2}, **CASES[kind]}
 
 
 @pytest.fixture(scope="module")
 def folder(folders_of, teachers):
     one = {name: case_of(name, teachers) for name in CASES}
     one |= {f"{name} apart": {**case, "apart": True} for name, case in one.items()}
-    two = {name: {**case_of(name, teachers), "parallel": parallel} for name, parallel in LAYOUTS.items()}
+    two = {name: in_layout(case_of(name, teachers), parallel) for name, parallel in LAYOUTS.items()}
     return folders_of({1: one, 2: two}.__getitem__, JOB, timeout=560)
 
 

@@ -17,14 +17,14 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 import megatron.core  # noqa: E402
-from layouts import randomise_initial_values, run_config  # noqa: E402
+from layouts import in_two_turns, randomise_initial_values, run_config  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train.engine.loop import train  # noqa: E402
 
 
 def run(out, folder, iters, case):
-    config = run_config(out / folder, case)
+    config = in_two_turns(run_config(out / folder, case))
     train(
         replace(
             config,
