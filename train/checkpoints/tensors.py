@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.msc_utils import MultiStorageClientFeature
 from torch import Tensor, nn
 
 from megadit.models.host_to_device import HostCopies
@@ -32,6 +33,7 @@ from megadit.train.checkpoints.writer import BackgroundWrite
 from megadit.train.optim.ema import EmaWeights
 from megadit.train.optim.state import OwnedSlice, Ownership, assemble, assign, is_copy
 
+MultiStorageClientFeature.disable()  # of folders, Energon's storage client only measures every read
 READ_AT_ONCE = 2**31
 """Maximum bytes of whole tensors that a rank holds while it reads (at least one tensor with its optimizer state)."""
 Keys = Mapping[str, Mapping[str, str]]
