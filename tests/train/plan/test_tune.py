@@ -148,8 +148,16 @@ def test_mistakes_are_told_before_anything_runs(options, message, capsys):
 
 @pytest.mark.slow
 def test_the_faster_of_two_on_two_ranks_trains(run_ranks, tmp_path, monkeypatch):
-    """The real benchmark in real processes."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    """The real benchmark, whose ranks are forked."""
+
+    def run_process(words, log, seconds):
+        _, *words = words
+        place = words.index("--nproc")
+        _, ranks = words[place : place + 2]
+        run_ranks(int(ranks), *words[:place], *words[place + 2 :], timeout=seconds)
+        return 0
+
+    monkeypatch.setattr(tuning, "_run_process", run_process)
     small = ["--recipe", "digits_tiny", *SMALL, f"train.output_dir={tmp_path / 'run'}", "--nproc", "2"]
     options = ["--tune", "--top", "2", "--tune_steps", "2", "--tune_seconds", "200", "--gpu", "h100-80gb"]
     assert main([*small, *options]) == 0
