@@ -18,7 +18,7 @@ CP = {"context_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 CASES = {
     1: {
-        "plain": {},
+        "plain": {"data": {"global_batch_size": 2}},
         "float32 moments": {"optimizer": {}},
         "muon": {"precision": "fp32", "optimizer": {"optimizer": "muon"}},
         "two packs at once": {"data": {"global_batch_size": 2, "micro_batch_size": 2}},
@@ -61,7 +61,7 @@ def cases_of(ranks, folder):
     teacher = str(write(folder / "teacher", replace(load_recipe("digits_tiny").model, **shape), 0))
     student = {"init_from": teacher, "model": {"in_channels": CHANNELS}}
     distilled = {
-        name: student | {"distill": {**OBJECTIVES[objective], "teacher": teacher}}
+        name: student | {"distill": {**OBJECTIVES[objective], "teacher": teacher, "critic_updates": 1}}
         for name, objective in DISTILLED.items()
     }
     return CASES[1] | distilled | {"control": {"is_control": True}}

@@ -5,6 +5,7 @@ ask and send in vain. Numbers are asked of a device that computes nothing, and c
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -72,8 +73,9 @@ def stand_in_for_collectives():
 def run(out, case) -> dict:
     case = dict(case)
     is_control = case.pop("is_control", False)
-    common = {"precision": "bf16", "data": {"global_batch_size": 2}, "optimizer": {"moments": "bf16"}}
-    config = run_config(out, common | case)
+    case = {"precision": "bf16", "optimizer": {"moments": "bf16"}} | case
+    case["data"] = {"global_batch_size": int(os.environ.get("WORLD_SIZE", 1))} | case.get("data", {})
+    config = run_config(out, case)
     with Traffic(answer) as traffic:
         training = build_training(config, start_processes(config))
         batches = TrainBatches(config, training.groups)
