@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.ranks import TIMEOUT
 from tests.train.conftest import FEW_STEPS
 from tests.train.test_adapter_runs import write
 
+FORKING = Path(__file__).parents[1] / "jobs" / "forking.py"
 FAST = ("train.num_threads=1", "checkpoint.save_interval=1", "logger.tensorboard=false", *FEW_STEPS)
 SCORER = "BETTER = {'bright': 'higher'}\ndef score(video, prompt):\n    return {'bright': float(video.mean())}\n"
 
@@ -82,14 +84,14 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
         return
     elsewhere = [str(base), str(tmp_path / "killed"), *asked[1:], *more]
     for files in ("round_001/rollouts/*", "round_001/checkpoints/iter_*", "round_002/prompts.jsonl"):
-        (command,) = start_ranks(1, "-m", "megadit.train.reward.command", *elsewhere)
+        (command,) = start_ranks(1, FORKING, "megadit.train.reward.command", *elsewhere)
         while not [*(tmp_path / "killed").glob(files)]:
             assert command.poll() is None, command.communicate()[0]
             time.sleep(0.01)
         command.kill()
         command.wait()
     for _ in range(60):  # what it started may still hold a folder, for as long as it takes to end
-        (command,) = start_ranks(1, "-m", "megadit.train.reward.command", *elsewhere)
+        (command,) = start_ranks(1, FORKING, "megadit.train.reward.command", *elsewhere)
         if command.wait(TIMEOUT) == 0:
             break
         assert "is in use" in command.communicate()[0]
@@ -113,8 +115,6 @@ class Rounds:
     def launch(self, module, arguments, num_processes):
         self.launched.append((arguments, num_processes))
         folder = arguments[2]
-        from pathlib import Path
-
         Path(folder).mkdir(parents=True)
         write_json(Path(folder) / "scores.json", {"videos": 4, "rewarded": 4, "score": 0.5, "means": {"bright": 0.5}})
 
