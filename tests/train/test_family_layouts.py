@@ -74,6 +74,8 @@ ON_MORE = [
     (4, "st_dit", "cp + pp"),
     (8, "moviegen", "cp + sp + pp + distributed optimizer"),
 ]
+WEIGHTS = {"averages": False}
+"""Without averages, which are compared elsewhere."""
 PAIRS = [*((2, family, name) for name, families in ON_TWO.items() for family in families), *ON_MORE]
 """(ranks, family, layout)."""
 
@@ -96,9 +98,15 @@ BROKEN = {
 def cases(ranks):
     if ranks == 1:
         references = {f"{family} torch": {"is_torch": True, "model": model} for family, model in FAMILIES.items()}
-        return references | {f"{family} one": {"gradients": True, "model": m} for family, m in FAMILIES.items()}
+        return references | {
+            f"{family} one": WEIGHTS | {"gradients": True, "model": m} for family, m in FAMILIES.items()
+        }
     parallel = LAYOUTS | WIDE
-    whole = {f"{f} {name}": {"model": FAMILIES[f], "parallel": parallel[name]} for n, f, name in PAIRS if n == ranks}
+    whole = {
+        f"{f} {name}": WEIGHTS | {"model": FAMILIES[f], "parallel": parallel[name]}
+        for n, f, name in PAIRS
+        if n == ranks
+    }
     return whole | (BROKEN if ranks == 2 else {})
 
 

@@ -118,6 +118,7 @@ def case_of(name, teachers):
     teacher, start = map(str, teachers[kind])
     case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start}
     case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2, "micro_batch_size": 2}}
+    case["averages"] = False
     case["diffusion"] = {"learned_uncertainty": objective == "continuous"}
     if objective == "dpo":  # room for two videos
         case["data"] |= {"seq_length": 128, "text_seq_length": 96}

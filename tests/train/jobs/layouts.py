@@ -48,7 +48,7 @@ from megadit.models.networks.registry import build_network  # noqa: E402
 from megadit.models.ops import ledger
 from megadit.models.packing import layout
 from megadit.train.config.distill import DistillConfig  # noqa: E402
-from megadit.train.config.schema import ParallelConfig  # noqa: E402
+from megadit.train.config.schema import EmaConfig, ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
 from megadit.train.data.packs import packed_batch
@@ -99,6 +99,7 @@ def run_config(out, case):
         diffusion=replace(run.diffusion, **{"learned_uncertainty": is_of_noise} | case.get("diffusion", {})),
         checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
+        ema=run.ema if case.get("averages", True) else EmaConfig(sigma_rels=()),
     )
 
 
