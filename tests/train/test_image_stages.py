@@ -26,7 +26,7 @@ SMALL = (
     *("data.num_workers=0", "data.global_batch_size=1", "ema.sigma_rels=[]", "validation.num_batches=2"),
     *("train.num_threads=1", "logger.tensorboard=false", "logger.curves=false", "checkpoint.save_interval=1000"),
 )
-FIRST_STEPS, SECOND_STEPS = 120, 8
+FIRST_STEPS, SECOND_STEPS = 80, 8
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def first_stage(tmp_path_factory, run_ranks):
     """A folder with digits of both sizes and the run of the first stage."""
     folder = tmp_path_factory.mktemp("digits")
     for source in ("digit_images", "digit_images_64"):
-        assert prepare.main([source, str(folder / source), "--num_images", "2000"]) == 0
+        assert prepare.main([source, str(folder / source), "--num_images", "1000"]) == 0
     asked = (f"data.path={folder / 'digit_images'}", f"train.output_dir={folder / 'first'}", "validation.interval=0")
     run_ranks(1, *TRAIN, "image_digits", *SMALL, *asked, f"train.train_iters={FIRST_STEPS}")
     return folder
