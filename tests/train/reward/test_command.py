@@ -45,6 +45,12 @@ def asked(tmp_path):
     return [str(tmp_path / "out"), *more, "--spread", "0.01", "100", "--moved", "1e9", "--num_steps", "2", *FAST]
 
 
+def weights(bundle):
+    """As numbers, which are equal to the last bit or not."""
+    network = load_network(bundle / Bundle.open(bundle).networks[0])
+    return {name: tensor.tolist() for name, tensor in network.state_dict().items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["whole", "adapter"])
 def test_rounds_follow_one_another_and_go_on_where_they_were(
@@ -66,7 +72,7 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
         expected = tensor_file(out / result).read_bytes()
     else:
         assert [each.teacher for each in configs] == [str(base), str(out / "round_001" / "policy")]
-        expected = Bundle.open(out / result).manifest["fingerprints"]
+        expected = weights(out / result)
         assert Bundle.open(out / result).defaults.guidance == 1
     lines = [json.loads(line) for line in (out / reward.ROUNDS_FILE).read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2] and lines[0]["comparison"] is None
@@ -78,7 +84,7 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
     assert main([str(base), *asked, *more]) == 0
     assert "all steps are done in" in capfd.readouterr().out, "nothing is trained again"
     again = out / result
-    found = tensor_file(again).read_bytes() if is_adapter else Bundle.open(again).manifest["fingerprints"]
+    found = tensor_file(again).read_bytes() if is_adapter else weights(again)
     assert found == expected
     if is_adapter:
         return
@@ -96,7 +102,7 @@ def test_rounds_follow_one_another_and_go_on_where_they_were(
             break
         assert "is in use" in command.communicate()[0]
         time.sleep(0.5)
-    assert Bundle.open(tmp_path / "killed" / result).manifest["fingerprints"] == expected
+    assert weights(tmp_path / "killed" / result) == expected
 
 
 class Rounds:
