@@ -39,6 +39,13 @@ SHALLOW = {"transformer_layers_per_block": (1, 1)}
 """Of each place one layer, for tests that trace the network: it takes half as long, and a second layer is like the
 first."""
 
+ONE_LEVEL = {
+    "block_out_channels": (8,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+"""Of a 1.x the level with cross-attention alone, as other tests export what leads to a second one."""
+
 
 def random_unet(kind: str, **changes: Any) -> Any:
     import diffusers
