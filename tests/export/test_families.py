@@ -77,9 +77,14 @@ FAMILIES = {
     "moviegen": MOVIEGEN,
     "moviegen of nemo": dataclasses.replace(MOVIEGEN, compat="nemo", hidden_size=260),
     "st_dit": DiTConfig(**SMALL, hidden_size=48, family="st_dit", adaln_lora_dim=6),
-    "tokens": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, shared_ffn_hidden_size=16)),
+    "tokens, patches in time": DiTConfig(
+        **SMALL,
+        hidden_size=48,
+        patch_temporal=2,
+        position_embedding="sincos",
+        experts=ExpertConfig(num_experts=4, shared_ffn_hidden_size=16),
+    ),
     "experts": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, routing="expert_choice")),
-    "patches in time": DiTConfig(**SMALL, hidden_size=48, patch_temporal=2, position_embedding="sincos"),
 }
 
 

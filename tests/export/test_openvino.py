@@ -22,8 +22,9 @@ pytestmark = [
 ]
 
 
-def run_cases(file, which, **environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(FOLDER / file)]
+def run_cases(which, *files, **environment):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which]
+    command += [str(FOLDER / file) for file in files]
     environment = {**os.environ, **environment}
     done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -31,10 +32,9 @@ def run_cases(file, which, **environment):
 
 
 def test_in_a_process_of_its_own(exported):
-    run_cases("openvino_cases.py", "not slow", EXPORTED=str(exported.path))
+    run_cases("not slow", "openvino_cases.py", EXPORTED=str(exported.path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["openvino_cases.py", "benchmark_cpu_cases.py"])
-def test_slow_ones_in_a_process_of_their_own(file):
-    run_cases(file, "slow")
+def test_slow_ones_in_a_process_of_their_own():
+    run_cases("slow", "benchmark_cpu_cases.py", "openvino_cases.py")
