@@ -252,11 +252,14 @@ def _latent_sizes(
 def trace_sizes(spec: NetworkSpec) -> dict[str, int]:
     """Sizes to trace with: small, and all different, so that no two axes are identified.
 
-    Sizes of the video come first: a network may have learned positions for few larger ones.
+    Sizes of the video come first: a network may have learned positions for few larger ones. An axis of one size has
+    that one, which the graph then is made for.
     """
     sizes, of_video, others = {}, 2, 5
     for axis in spec.axes.values():
-        if axis.name in ("batch", "text"):
+        if axis.min == axis.max:
+            sizes[axis.name] = axis.min
+        elif axis.name in ("batch", "text"):
             sizes[axis.name], others = others, others + 2
         else:
             sizes[axis.name], of_video = axis.offset + axis.step * of_video, of_video + 1

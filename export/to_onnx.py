@@ -83,7 +83,7 @@ def _data_of(path: Path) -> Path:
 
 
 def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
-    """Dynamic axes for torch.export: equal names are one dimension, steps are kept."""
+    """Dynamic axes for torch.export: equal names are one dimension, steps are kept; those of one size are none."""
     roots = {name: torch.export.Dim(f"{name}_count") for name, axis in spec.axes.items() if axis.step > 1}
 
     def side(axis: Axis):
@@ -92,7 +92,7 @@ def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
         return axis.step * roots[axis.name] + axis.offset if axis.offset else axis.step * roots[axis.name]
 
     return tuple(
-        {place: side(axis) for place, axis in enumerate(tensor.axes) if isinstance(axis, Axis)}
+        {place: side(axis) for place, axis in enumerate(tensor.axes) if isinstance(axis, Axis) and axis.min < axis.max}
         for tensor in spec.inputs
     )
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 
+import onnx
 import pytest
 import torch
 from onnx import TensorProto
@@ -73,6 +74,8 @@ def test_a_profile_may_leave_out_the_default_size(shallow, tmp_path, capsys):
     video = read_json(out.path / "megadit.json")["export"]["onnx"]["report"]["video"]
     assert (video["num_frames"], video["height"], video["width"]) == (5, 32, 32)
     assert "NOTE: --profile leaves out" in capsys.readouterr().err
+    x, *_ = onnx.load(out.path / "onnx/denoiser.onnx").graph.input
+    assert [bool(side.dim_param) for side in x.type.tensor_type.shape.dim] == [True, False, True, False, False]
 
 
 def test_an_autoencoder_is_exported_in_float32(tiny_bundle):

@@ -92,14 +92,12 @@ def test_a_batch_has_the_latents_and_pixels_of_its_videos_and_is_transformed_a_f
 
 @pytest.mark.parametrize("frames", [1, 9])
 @pytest.mark.parametrize("is_fitted", [False, True])
-def test_graphs_convolve_to_the_same_latents_and_pixels(fitted, monkeypatch, is_fitted, frames):
+def test_graphs_convolve_to_the_same_latents(fitted, monkeypatch, is_fitted, frames):
     tokenizer, video = fitted if is_fitted else HaarTokenizer(**SMALL), moving_squares(2, frames)
     latents = tokenizer.encode(video)
-    pixels = tokenizer.decode(latents)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(haar, "_along_each", None)
     torch.testing.assert_close(tokenizer.encode(video), latents, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tokenizer.decode(latents), pixels, rtol=1e-5, atol=1e-5)
 
 
 def test_first_frame_has_no_temporal_detail():
