@@ -1,5 +1,6 @@
 """Exports a bundle: a copy with an ONNX graph of every network, verified against torch."""
 
+import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.machine import free_memory
 from megadit.models.shared.cli.setting import check_settings, group, setting
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, not_written
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.memory import check_memory_fits
 from megadit.models.shared.outside import check_own
@@ -131,7 +132,7 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {_reason(error)}") from error
+        raise not_written(out, _first(error)) from error
 
 
 def check_memory(source: str | Path, settings: ExportSettings) -> None:
@@ -165,12 +166,12 @@ def _specs(
     return contract.specs(profiles, bundle.config, tokenizer, exported, **extra, slots=slots, denoisers=denoisers)
 
 
-def _reason(error: OSError) -> str:
-    """The system's message; for a copied tree, that of its first file, from (from, to, "[Errno 28] what: from ->
-    to")."""
+def _first(error: OSError) -> OSError:
+    """The error itself; for a copied tree, that of its first file, from (from, to, "[Errno 28] what: ...")."""
     if isinstance(error, shutil.Error):
-        return error.args[0][0][2].partition("] ")[2].partition(":")[0]
-    return error.strerror or str(error)
+        number = int(error.args[0][0][2].removeprefix("[Errno ").partition("]")[0])
+        return OSError(number, os.strerror(number))
+    return error
 
 
 def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:

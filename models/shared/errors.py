@@ -28,7 +28,8 @@ class UserError(ValueError):
 
 def not_written(path: str | os.PathLike, error: OSError) -> UserError:
     """The error of a path that cannot be written, with a remedy."""
-    return UserError(f"{path} cannot be written: {error.strerror}; {OF_PATHS.get(error.errno, 'give another path')}")
+    reason, remedy = error.strerror or str(error), OF_PATHS.get(error.errno, "give another path")
+    return UserError(f"{path} cannot be written: {reason}; {remedy}")
 
 
 @contextmanager

@@ -271,7 +271,9 @@ def test_full_disk_leaves_no_half_export(shallow, tmp_path, capsys, largest_file
     largest_file(weights.stat().st_size + (1024 if what == "the graph" else -1))
     assert command.main([str(shallow.path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error == f"error: {tmp_path}/out cannot be written: File too large"
+    assert (
+        error == f"error: {tmp_path}/out cannot be written: File too large; raise the limit of this shell (ulimit -f)"
+    )
     assert not list(tmp_path.iterdir())
 
 
