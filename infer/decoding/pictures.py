@@ -20,6 +20,8 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
 """Formats that only some builds of Pillow and its plugins read."""
 UNREADABLE = "it is not a picture in a format that Pillow supports here"
+_APP1 = "Raw profile type APP1"
+"""EXIF in a PNG of ImageMagick, whose other name alone Pillow reads."""
 _EXIF_BOX, _MAX_EXIF, _MOST_BOXES = b"JpgTiffExif->JP2", 1 << 16, 1000
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
@@ -48,6 +50,8 @@ def read_picture(
         check(image.width, image.height)
         if image.format == "JPEG2000":  # of which Pillow reads no EXIF
             image.info["exif"] = _exif_of_boxes(file)
+        elif _APP1 in image.info:
+            image.info.setdefault("Raw profile type exif", image.info[_APP1])
         with suppress(SyntaxError):  # of damaged EXIF, which is not asked again
             image.getexif()
         upright = ImageOps.exif_transpose(image)

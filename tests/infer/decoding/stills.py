@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, PngImagePlugin
 
 from .drawing import FIELDS, HEIGHT, WIDTH, Make, Row, frames, picture, see_through, stored_as
 from .flags import HIDDEN
@@ -121,11 +121,20 @@ def _exif(orientation: int) -> Image.Exif:
 EXIF = {1: "upright", 2: "hflip", 3: "rot180", 4: "vflip", 5: "transpose", 6: "rot90", 7: "transverse", 8: "rot270"}
 
 
-def _exif_still(orientation: int, suffix: str) -> Row:
-    def make() -> Image.Image:
-        return Image.fromarray(np.ascontiguousarray(stored_as(EXIF[orientation], picture(5))))
+def _app1(exif: bytes) -> PngImagePlugin.PngInfo:
+    """EXIF as the text in which ImageMagick wrote it before PNG had a chunk for it."""
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Raw profile type APP1", f"\ngeneric profile\n{len(exif):8}\n{exif.hex()}\n", zip=True)
+    return info
 
+
+def _turned(orientation: int) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(stored_as(EXIF[orientation], picture(5))))
+
+
+def _exif_still(orientation: int, suffix: str) -> Row:
     options = {"quality": 95} if suffix != "png" else {}
+    make = partial(_turned, orientation)
     return _still(f"exif{orientation}.{suffix}", make, exif=_exif(orientation), near=12, **options)
 
 
@@ -173,6 +182,8 @@ PICTURES = [
     _still("profile_of_nothing.png", icc_profile=b"not a profile"),
     *(_exif_still(orientation, "jpg") for orientation in EXIF),
     *(_exif_still(6, suffix) for suffix in ("png", "webp", "tif")),
+    _still("app1.png", partial(_turned, 6), pnginfo=_app1(_exif(6).tobytes())),
+    _still("xmp_in_app1.png", pnginfo=_app1(b"http://ns.adobe.com/xap/1.0/\0<x/>")),
 ]  # fmt: skip
 
 
