@@ -48,9 +48,9 @@ serve: $(READY)
 	@$(BIN)/megadit serve demo
 
 # Workers share the cores, a group of tests at a time (tests/workers.py). Fast tests wait often: four keep two cores
-# busy; slow ones start ranks of their own.
+# busy; slow ones start ranks of their own, and three do.
 WORKERS ?= 4
-SLOW_WORKERS ?= 2
+SLOW_WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q
 
 test: $(READY)
