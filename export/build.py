@@ -168,10 +168,11 @@ def _specs(
 
 def _first(error: OSError) -> OSError:
     """The error itself; for a copied tree, that of its first file, from (from, to, "[Errno 28] what: ...")."""
-    if isinstance(error, shutil.Error):
-        number = int(error.args[0][0][2].removeprefix("[Errno ").partition("]")[0])
-        return OSError(number, os.strerror(number))
-    return error
+    if not isinstance(error, shutil.Error):
+        return error
+    _, _, reason = error.args[0][0]
+    number = reason.removeprefix("[Errno ").partition("]")[0]
+    return OSError(int(number), os.strerror(int(number))) if number.isdecimal() else OSError(reason)
 
 
 def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:

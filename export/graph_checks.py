@@ -19,7 +19,7 @@ def check_open_sides(path: Path, spec: NetworkSpec) -> None:
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     for tensor in spec.inputs:
         for place, (axis, side) in enumerate(zip(tensor.axes, shapes[tensor.name], strict=True)):
-            if isinstance(axis, Axis) and axis.min < axis.max and side.HasField("dim_value"):
+            if isinstance(axis, Axis) and not axis.is_fixed and side.HasField("dim_value"):
                 raise UserError(
                     f"the exported {spec.name} has fixed axis {place} ({axis.name}) of its input {tensor.name} at "
                     f"{side.dim_value}; it must be dynamic, {axis.min} to {axis.max}"

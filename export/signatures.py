@@ -257,7 +257,7 @@ def trace_sizes(spec: NetworkSpec) -> dict[str, int]:
     """
     sizes, of_video, others = {}, 2, 5
     for axis in spec.axes.values():
-        if axis.min == axis.max:
+        if axis.is_fixed:
             sizes[axis.name] = axis.min
         elif axis.name in ("batch", "text"):
             sizes[axis.name], others = others, others + 2

@@ -92,7 +92,7 @@ def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
         return axis.step * roots[axis.name] + axis.offset if axis.offset else axis.step * roots[axis.name]
 
     return tuple(
-        {place: side(axis) for place, axis in enumerate(tensor.axes) if isinstance(axis, Axis) and axis.min < axis.max}
+        {place: side(axis) for place, axis in enumerate(tensor.axes) if isinstance(axis, Axis) and not axis.is_fixed}
         for tensor in spec.inputs
     )
 

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 LARGEST_MESSAGE = 200_000
 PR_SET_PDEATHSIG = 1
@@ -93,6 +94,14 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def of_a_rank(words: list[str]) -> list[str]:
+    """The arguments of Python in a command of `start_with_us`; one rank needs no launcher."""
+    _, *words = words
+    if "--nproc" in words and words[words.index("--nproc") + 1] == "1":
+        del words[words.index("--nproc") : words.index("--nproc") + 2]
+    return words
+
+
 def become(command: list[str], folder: str, environment: dict[str, str], output: int) -> None:
     """Runs the Python command in this process."""
     import numpy
@@ -121,7 +130,19 @@ def become(command: list[str], folder: str, environment: dict[str, str], output:
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def leave(code: object) -> None:
+def become_and_leave(command: list[str], folder: str, environment: dict[str, str], output: int) -> NoReturn:
+    """Runs the Python command in this process, and ends it."""
+    try:
+        become(command, folder, environment, output)
+    except SystemExit as end:
+        leave(end.code)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        leave(1)
+    leave(0)
+
+
+def leave(code: object) -> NoReturn:
     """Ends this process as Python does, but leaves objects alone: to free them writes to every page, half a second."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
@@ -138,14 +159,7 @@ def main() -> None:
     import_all()
     channel.send(json.dumps({"ready": True}).encode())
     request, output = serve(channel)
-    try:
-        become(**request, output=output)
-    except SystemExit as end:
-        leave(end.code)
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        leave(1)
-    leave(0)
+    become_and_leave(**request, output=output)
 
 
 if __name__ == "__main__":

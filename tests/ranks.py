@@ -24,6 +24,8 @@ import pytest
 
 from megadit.models.shared.addresses import free_ports
 
+from .rank_server import of_a_rank
+
 TIMEOUT = 240
 RANK_SERVER = Path(__file__).with_name("rank_server.py")
 
@@ -170,10 +172,7 @@ def forked(rank_servers) -> Callable[[], AbstractContextManager[None]]:
     once they end."""
 
     def start(words: list[str]) -> SimpleNamespace:
-        _, *words = words
-        if "--nproc" in words and words[words.index("--nproc") + 1] == "1":
-            del words[words.index("--nproc") : words.index("--nproc") + 2]
-        process = _start_rank(rank_servers(0), 0, 1, 0, tuple(words), None)
+        process = _start_rank(rank_servers(0), 0, 1, 0, tuple(of_a_rank(words)), None)
 
         def wait() -> int:
             print(process.communicate()[0], end="", flush=True)

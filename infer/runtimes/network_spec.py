@@ -66,6 +66,11 @@ class Axis:
                 rule = f"{self.offset} + a multiple of {self.step}" if self.offset else f"a multiple of {self.step}"
                 raise UserError(f"{self.name}: {size} must be {rule}")
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it has one size, for which a graph is then made."""
+        return self.min == self.max
+
     def nearest(self, size: int) -> int:
         """The nearest size that `admits`."""
         return min(max(size, self.min), self.max)

@@ -14,7 +14,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from rank_server import become, leave  # noqa: E402
+from rank_server import become_and_leave, leave, of_a_rank  # noqa: E402
 
 from megadit.models.shared.cli.signals import WITH_PARENT  # noqa: E402
 
@@ -30,24 +30,15 @@ def fork_one() -> tuple[int, int]:
     os.close(write)
     with open(read) as asked:
         words = asked.readline()
-    try:
-        if words:
-            become(json.loads(words), os.getcwd(), {**os.environ, WITH_PARENT: str(os.getppid())}, os.dup(1))
-    except SystemExit as end:
-        leave(end.code)
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        leave(1)
-    leave(0)
+    if not words:
+        leave(0)
+    become_and_leave(json.loads(words), os.getcwd(), {**os.environ, WITH_PARENT: str(os.getppid())}, os.dup(1))
 
 
 def start(waiting: list[tuple[int, int]], words: list[str]) -> SimpleNamespace:
-    """In place of `start_with_us`; one rank without a launcher."""
-    _, *words = words
-    if "--nproc" in words and words[words.index("--nproc") + 1] == "1":
-        del words[words.index("--nproc") : words.index("--nproc") + 2]
+    """In place of `start_with_us`."""
     pid, write = waiting.pop()
-    os.write(write, f"{json.dumps(words)}\n".encode())
+    os.write(write, f"{json.dumps(of_a_rank(words))}\n".encode())
     return SimpleNamespace(
         wait=lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), send_signal=partial(os.kill, pid)
     )
