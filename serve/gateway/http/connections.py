@@ -19,10 +19,10 @@ _OF_OURS = 512
 _OF_A_SLOT = 8
 """Descriptors of a job at Triton."""
 _FEWEST = 16
-_MOST_CHUNKS = 16
-"""Number of chunks of a body that may have any size."""
+_MOST_CHUNKS = 256
+"""Number of chunks of a body that may have any size: clients send a form's fields in several each."""
 _SMALLEST_CHUNK = 256
-"""Least average bytes of all further chunks: each costs as much as a small request."""
+"""Least average bytes of all further chunks, which cost the same however small."""
 BACKLOG = 128
 """Backlog of connections, which are accepted in one go before idle ones are closed."""
 
@@ -82,7 +82,7 @@ class Door:
 
 class _Sparing(h11.Connection):
     """Refuses bodies in very many small chunks, which are expensive, and bodies with both a length and chunks, which
-    allow request smuggling through a proxy."""
+    allow request smuggling through a proxy. Packets, in which any body may come, are not chunks."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -93,10 +93,10 @@ class _Sparing(h11.Connection):
         if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
             raise h11.RemoteProtocolError("the body has both a length and chunks")
         if isinstance(event, h11.Data):
-            self._num_chunks += 1
+            self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
             if self._num_chunks > _MOST_CHUNKS + self._num_bytes // _SMALLEST_CHUNK:
-                raise h11.RemoteProtocolError("the body comes in too many pieces")
+                raise h11.RemoteProtocolError("the body comes in too many chunks")
         return event
 
     def start_next_cycle(self) -> None:

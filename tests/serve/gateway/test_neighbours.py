@@ -118,6 +118,21 @@ def test_a_body_of_tiny_chunks_is_refused_and_one_of_small_chunks_read(listen, n
     assert httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=60).status_code == 200
 
 
+def test_a_small_body_may_come_in_any_number_of_packets(listen, new_key):
+    """As httpx sends forms: each line of each field for itself."""
+    body = json.dumps({"prompt": "a" * 100, "seed": "x"}).encode()
+    head = f"POST /v1/videos HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {new_key()[0]}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", listen(100))) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head.encode())
+        for byte in body:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.001)  # each is read for itself
+        answer = connection.makefile("rb").read()
+    assert b"seed" in answer, "read, and refused for what it says"
+
+
 def test_files_that_take_long_to_read_hold_nobody_else_up(listen, gateway, new_key, monkeypatch):
     """Sixty requests of one key wait to be decoded: others are answered, and have their own files read before most."""
     order, going_on = [], threading.Event()
