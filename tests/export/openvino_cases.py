@@ -1,9 +1,10 @@
-"""An export under OpenVINO: torch's videos at all sizes by two compiled graphs, and one line for what it cannot run."""
+"""An export under OpenVINO: torch's videos at all sizes by two compilations, one line for what it cannot run."""
 
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from onnx import TensorProto, helper
 
 from megadit.export import command, engines
 from megadit.export.engines import add_report
+from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.infer.generate import command as generate
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import EXPORTED, open_exported
@@ -85,18 +87,24 @@ def test_it_passes_the_gate_of_the_graphs(compared):
         assert name == "video" or one["cases"].keys() == graphs[name]["cases"].keys()
 
 
-def test_fifty_sizes_are_torchs_videos_by_two_compiled_graphs(compared, monkeypatch):
-    compiled, compile_model = [], openvino.Core.compile_model
+def test_fifty_sizes_are_torchs_videos_by_two_compilations_of_each_graph(compared, monkeypatch):
+    """For the sizes of the first call, and for all."""
+    compiled, compile_model = Counter(), openvino.Core.compile_model
 
-    def counted(core, path, *more):
-        compiled.append(path.name)
-        return compile_model(core, path, *more)
+    def counted(core, model, *more):
+        compiled[model.output().any_name, model.is_dynamic()] += 1
+        return compile_model(core, model, *more)
 
     monkeypatch.setattr(openvino.Core, "compile_model", counted)
     ours, theirs = (TextToVideo.from_pretrained(compared, device="cpu", runtime=name) for name in ("openvino", "torch"))
     sizes = [(frames, height, width) for frames in (13, 5, 1, 9) for height in (8, 32, 24) for width in range(8, 48, 8)]
-    made = {size: video(compared, size, pipeline=ours) for size in [ONE_TOKEN, *sizes[:49]]}
-    assert len(made) == 50 and compiled == ["denoiser.onnx", "video_decoder.onnx"]
+    made = {ONE_TOKEN: video(compared, ONE_TOKEN, pipeline=ours)}
+    assert (video(compared, ONE_TOKEN, pipeline=ours) == made[ONE_TOKEN]).all()
+    assert compiled == Counter([("x0", False), ("video", False)]), "one size"
+    made |= {size: video(compared, size, pipeline=ours) for size in sizes[:49]}
+    assert len(made) == 50 and compiled == Counter(
+        (name, is_for_all) for name in ("x0", "video") for is_for_all in (0, 1)
+    )
     for size in list(made)[::7]:
         assert np.abs(made[size] - video(compared, size, pipeline=theirs)).max() <= 1, size
 
@@ -107,7 +115,8 @@ def test_its_first_call_decides_nothing(compared, monkeypatch):
 
     def after_one_token():
         pipeline = TextToVideo.from_pretrained(compared, device="cpu", runtime="openvino")
-        video(compared, ONE_TOKEN, pipeline=pipeline)
+        for size in ((5, 8, 8), ONE_TOKEN):  # the graphs are compiled for all sizes at the second
+            video(compared, size, pipeline=pipeline)
         return np.abs(video(compared, USUAL, pipeline=pipeline) - expected).max()
 
     assert after_one_token() <= 1
@@ -125,9 +134,20 @@ def test_generate_gives_torchs_video(compared, tmp_path):
 
 def test_it_has_the_threads_that_torch_has_and_computes_in_float32(compared):
     network = EXPORTED["openvino"].open(open_exported(compared, "openvino"), CPU)["denoiser"]
+    inputs = sample_inputs(network.spec, trace_sizes(network.spec))
+    network(inputs, tuple(inputs["x"].shape))
     model = network._request.get_compiled_model()
     assert model.get_property("INFERENCE_PRECISION_HINT") == openvino.Type.f32
     assert model.get_property("INFERENCE_NUM_THREADS") == torch.get_num_threads()
+
+
+def test_queries_keys_and_values_are_a_product_each(compared):
+    network = EXPORTED["openvino"].open(open_exported(compared, "openvino"), CPU)["denoiser"]
+    exported = openvino.Core().read_model(compared.path / "onnx" / "denoiser.onnx")
+    ours, theirs = (
+        sum(one.get_type_name() == "MatMul" for one in model.get_ops()) for model in (network._model, exported)
+    )
+    assert ours == theirs + 2 * compared.config.num_layers
 
 
 def test_one_that_differs_is_not_recorded(exported, monkeypatch, tmp_path):
