@@ -41,7 +41,7 @@ from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.machine import describe, describe_in_words
 from megadit.models.networks.conditioning import Conditioning
-from megadit.models.ops.crossover import apply_crossovers
+from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -183,7 +183,7 @@ def show(timed: list[Timed]) -> None:
 def main(options: BenchmarkOptions) -> None:
     """Runs `megadit benchmark cpu`; returns its exit code."""
     options.set_threads()
-    apply_crossovers()
+    tune_for_cpu()
     timed = measure(COSMOS, options.rounds)
     about = describe(CPU)
     show(timed)

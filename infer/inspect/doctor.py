@@ -185,7 +185,7 @@ def variant_findings() -> list[Finding]:
         return []
     from megadit.models.ops import crossover, tiled_attention  # noqa: F401  the ops have the crossovers
 
-    crossover.apply_crossovers()
+    crossover.tune_for_cpu()
     return [Finding(name=name, found=found, enables="") for name, found in crossover.describe_crossovers().items()]
 
 

@@ -17,7 +17,7 @@ from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle, check_transformer
 from megadit.models.lora.inputs import AdapterInputs
-from megadit.models.ops.crossover import apply_crossovers
+from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.storage.weights import load_config, load_network
 from megadit.models.text_encoders import TextEncoder
@@ -154,7 +154,7 @@ def load_denoiser(
     if options.cuda_graphs or options.resident_blocks is not None or options.num_ranks > 1:
         check_transformer(bundle, "it does not support CUDA graphs, block offloading and several ranks")
     if device.type == "cpu":
-        apply_crossovers()
+        tune_for_cpu()
     sizes = {"tensor": options.tensor_parallel, "context": options.context_parallel}
     shared = {"device": device, "dtype": dtype, "compile": options.compile}
 

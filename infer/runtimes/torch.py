@@ -13,7 +13,7 @@ from megadit.models.host_to_device import levels_on
 from megadit.models.lora.adapters import load_adapter, remove, set_scale
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.registry import SavedNetwork
-from megadit.models.ops.crossover import apply_crossovers
+from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.shared.errors import UserError, choose_one
 
@@ -153,7 +153,7 @@ def use_device(name: str) -> torch.device:
     """
     device = find_device(name)
     if device.type == "cpu":
-        apply_crossovers()
+        tune_for_cpu()
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device

@@ -1,10 +1,11 @@
 """Sizes from which a variant is faster than the one after it: measured once for a machine, and kept.
 
 Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set,
-number of threads and size. `apply_crossovers` times both in turns, in some 0.3 s, and keeps what it found in the
+number of threads and size. `tune_for_cpu` times both in turns, in some 0.3 s, and keeps what it found in the
 user's cache. Until then, where nothing can be written, and with MEGADIT_VARIANTS=rule, a rule decides.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -60,8 +61,10 @@ class Crossover:
         self.size = self._rule() if size is None else size
 
 
-def apply_crossovers() -> None:
-    """Sets all sizes for this process's processor, instructions and threads, measured by the first one that asks."""
+def tune_for_cpu() -> None:
+    """Keeps freed memory, and sets all sizes for this process's processor, instructions and threads, measured by the
+    first process that asks."""
+    keep_freed_memory()
     if os.environ.get("MEGADIT_VARIANTS") == "rule":
         return
     path, machine = cache_folder() / "variants.json", _machine()
@@ -71,6 +74,25 @@ def apply_crossovers() -> None:
             known = _read(path, machine) or _measure(path, machine)
     for name, crossover in CROSSOVERS.items():
         crossover.use((known or {}).get(name))
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+_MIB = 2**20
+
+
+def keep_freed_memory() -> None:
+    """Stops glibc from handing the memory of freed tensors back to the kernel, up to tensors of 32 MiB.
+
+    By default every step of training or sampling faults in the same pages again, which takes up to a fifth of a small
+    network's time. The process stays as large as its largest step. Other C libraries, and settings of MALLOC_*
+    environment variables, are left unchanged.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # the most it takes
+    mallopt(_M_TRIM_THRESHOLD, 1024 * _MIB)
+    mallopt(_M_TOP_PAD, 64 * _MIB)
 
 
 def _measure(path: os.PathLike, machine: str) -> dict[str, float]:

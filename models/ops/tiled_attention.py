@@ -1,8 +1,8 @@
 """Attention on a CPU by tiles of scores, with oneDNN's products.
 
 torch's own kernel uses MKL for its products. Where MKL is slow (`is_mkl_slow`), the same attention in plain operations
-takes about three quarters of the time, with one thread, for samples of some thousand tokens, forward and backward; for
-short samples calls cost more, and for very long ones a tile exceeds the caches.
+takes about three quarters of the time, with one thread or two, for samples of some thousand tokens, forward and
+backward; for short samples calls cost more, and for very long ones a tile exceeds the caches.
 
 Shapes: B batch, N heads, S queries, L keys, K head dim, s queries of a tile.
 """
@@ -23,6 +23,8 @@ TILE = 256
 """Queries whose scores are computed at once: they stay in a core's cache up to about a thousand keys."""
 FEWEST, MOST_KEYS = 512, 8192
 """Minimum queries and keys, and maximum keys, for which it is faster: with more keys a tile exceeds the caches."""
+MOST_THREADS = 2
+"""With more, not measured: torch's kernel has heads per thread; here all share a tile."""
 
 
 def _contestants(num_scores: int) -> tuple[Callable, Callable]:
@@ -47,7 +49,7 @@ def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
         and (q_BNSK.dtype == torch.float32 or q_BNSK.dtype == torch.bfloat16 and multiplies(torch.bfloat16))
         and min(q_BNSK.shape[2], k_BNLK.shape[2]) >= FEWEST
         and k_BNLK.shape[2] <= MOST_KEYS
-        and torch.get_num_threads() == 1  # torch's kernel has heads per thread; here they would share a tile
+        and torch.get_num_threads() <= MOST_THREADS
         and not torch.is_autocast_enabled("cpu")
         and q_BNSK.shape[2] * k_BNLK.shape[2] >= CROSSOVER.size
     )

@@ -17,7 +17,7 @@ from megadit.models.lora.adapters import draw_dropout
 from megadit.models.machine import multiplies
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
-from megadit.models.ops.crossover import apply_crossovers
+from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.memory import check_memory_fits
@@ -28,7 +28,6 @@ from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
 from megadit.train.engine.building import TRAINED, Form, build_chunks, least_free_memory, network_of, starting_values
 from megadit.train.engine.device_update import DeviceUpdate, device_update
-from megadit.train.engine.threads import keep_freed_memory
 from megadit.train.objectives.adversary import critic_loss
 from megadit.train.objectives.distillation import guided
 from megadit.train.objectives.networks import Networks, TrainingModel, denoiser_of, discriminator_of
@@ -114,8 +113,7 @@ def start_processes(config: RunConfig) -> Groups:
     torch.set_num_threads(config.train.num_threads or threads_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     _set_matmul_precision(config.train.matmul_precision)
     if not torch.cuda.is_available():
-        keep_freed_memory()
-        apply_crossovers()
+        tune_for_cpu()
     return process_groups.initialize(config.parallel.sizes, config.model)
 
 

@@ -4,13 +4,10 @@ The number of threads changes the last bits of sums, so the choice is saved in c
 `train.num_threads` or OMP_NUM_THREADS.
 """
 
-import ctypes
-import os
-
 import torch
 import torch.distributed as dist
 
-from megadit.models.ops.crossover import apply_crossovers
+from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.shared.cores import asked_threads
 from megadit.train.config.schema import RunConfig
 
@@ -50,25 +47,4 @@ class Threads:
 
     def _set(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        apply_crossovers()  # which variants are faster depends on it
-
-
-# --- Reuse of freed CPU memory in the next step -----------------------------------------------------------------------
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
-_MIB = 2**20
-
-
-def keep_freed_memory() -> None:
-    """Stops glibc from handing the memory of freed tensors back to the kernel, up to tensors of 32 MiB.
-
-    By default every step faults in the same pages again, which takes a fifth of a small network's time. The process
-    stays as large as its largest step. Other C libraries, and settings of MALLOC_* environment variables, are left
-    unchanged.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # the most it takes
-    mallopt(_M_TRIM_THRESHOLD, 1024 * _MIB)
-    mallopt(_M_TOP_PAD, 64 * _MIB)
+        tune_for_cpu()  # which variants are faster depends on it

@@ -167,7 +167,7 @@ def test_captions_of_any_length_make_few_plans(monkeypatch):
 
 
 def test_where_tiles_are_used(tiles_pay, monkeypatch):
-    """`batch_attention` is by tiles for float32 and bfloat16, of many tokens and not too many keys, in one thread."""
+    """`batch_attention` is by tiles in float32 and bfloat16, with enough tokens, few enough keys, one thread or two."""
     op = OPS["batch_attention"]
 
     def is_tiled(num_queries=20, num_keys=20, dtype=torch.float32, mask=None) -> bool:
@@ -180,7 +180,7 @@ def test_where_tiles_are_used(tiles_pay, monkeypatch):
     assert not is_tiled(mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_tiled()
-    for holder, name, value in ((torch, "get_num_threads", lambda: 2), (tiled_attention.CROSSOVER, "size", NEVER)):
+    for holder, name, value in ((torch, "get_num_threads", lambda: 3), (tiled_attention.CROSSOVER, "size", NEVER)):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(holder, name, value)
             assert not is_tiled(), name

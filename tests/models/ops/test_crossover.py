@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megadit.models.ops import crossover, linear
-from megadit.models.ops.crossover import CROSSOVERS, NEVER, Crossover, apply_crossovers, describe_crossovers
+from megadit.models.ops.crossover import CROSSOVERS, NEVER, Crossover, describe_crossovers, tune_for_cpu
 from megadit.models.ops.reference import batch_attention
 
 SIZES = (10, 20, 40)
@@ -78,7 +78,7 @@ def test_real_races_take_part_in_the_clock_of_processors(monkeypatch):
 
 
 def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
-    apply_crossovers()
+    tune_for_cpu()
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS)
     assert {one.size for one in CROSSOVERS.values()} == {SIZES[0]}
     file = tmp_path / "megadit" / "variants.json"
@@ -87,13 +87,13 @@ def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
         assert part in machine
     for one in CROSSOVERS.values():
         one.use(None)
-    apply_crossovers()
+    tune_for_cpu()
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS) and linear.PRODUCT.size == SIZES[0]
 
 
 @pytest.mark.parametrize("what", ["threads", "instructions", "name"])
 def test_another_machine_is_measured_by_itself(ratios, tmp_path, monkeypatch, what):
-    apply_crossovers()
+    tune_for_cpu()
     ratios[linear.PRODUCT.name] = dict.fromkeys(SIZES, 2.0)
     if what == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
@@ -101,7 +101,7 @@ def test_another_machine_is_measured_by_itself(ratios, tmp_path, monkeypatch, wh
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # as none of tests/machines.sh
     else:
         monkeypatch.setattr(crossover, "processor", lambda: "another")
-    apply_crossovers()
+    tune_for_cpu()
     assert linear.PRODUCT.size == NEVER and linear.WITH_GELU.size == SIZES[0]
     assert describe_crossovers()[linear.PRODUCT.name] == "never"
     assert len(json.loads((tmp_path / "megadit" / "variants.json").read_text())) == 2
@@ -113,7 +113,7 @@ def test_a_damaged_cache_is_measured_again(ratios, tmp_path, content):
     file.parent.mkdir()
     content = content.replace("MACHINE", json.dumps(crossover._machine()))
     file.write_text(content.replace("OF_TEXT", json.dumps(dict.fromkeys(CROSSOVERS, "2"))))
-    apply_crossovers()
+    tune_for_cpu()
     assert ratios["races"] and linear.PRODUCT.size == SIZES[0]
     assert json.loads(file.read_text())[crossover._machine()][linear.PRODUCT.name] == SIZES[0]
 
@@ -123,7 +123,7 @@ def test_a_measurement_draws_none_of_the_callers_random_numbers(monkeypatch):
     torch.manual_seed(0)
     expected = torch.randn(3)
     torch.manual_seed(0)
-    apply_crossovers()
+    tune_for_cpu()
     assert torch.equal(torch.randn(3), expected)
 
 
@@ -132,18 +132,18 @@ def test_what_cannot_be_kept_is_not_used(ratios, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(crossover, "write_json", full)
-    apply_crossovers()
+    tune_for_cpu()
     assert ratios["races"] and linear.PRODUCT.size == linear.PRODUCT._rule() != SIZES[0]
 
 
 def test_without_a_cache_a_rule_decides(ratios, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    apply_crossovers()
+    tune_for_cpu()
     assert not ratios["races"] and linear.PRODUCT.size == linear.PRODUCT._rule()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("MEGADIT_VARIANTS", "rule")
-    apply_crossovers()
+    tune_for_cpu()
     assert not ratios["races"] and not (tmp_path / "megadit").exists()
 
 

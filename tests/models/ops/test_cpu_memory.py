@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, json, os, resource
-from megadit.train.engine.threads import keep_freed_memory
+from megadit.models.ops.crossover import keep_freed_memory
 
 M_MMAP_THRESHOLD = -3
 
