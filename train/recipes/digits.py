@@ -50,7 +50,9 @@ def digits() -> RunConfig:
         validation=ValidationConfig(
             interval=480,
             num_batches=4,
-            sampling=SamplingConfig(sampler="consistency", num_steps=4, sigmas=(80.0, 4.0, 1.0, 0.3), guidance=3.0),
+            sampling=SamplingConfig(
+                sampler="consistency", num_steps=5, sigmas=(80.0, 6.0, 2.0, 0.8, 0.3), guidance=3.0
+            ),
         ),
     )
 
