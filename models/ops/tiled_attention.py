@@ -24,7 +24,7 @@ TILE = 256
 FEWEST, MOST_KEYS = 512, 8192
 """Minimum queries and keys, and maximum keys, for which it is faster: with more keys a tile exceeds the caches."""
 MOST_THREADS = 2
-"""With more, not measured: torch's kernel has heads per thread; here all share a tile."""
+"""Maximum threads for which it was measured: they share a tile, where each has heads of its own in torch's kernel."""
 
 
 def _contestants(num_scores: int) -> tuple[Callable, Callable]:
