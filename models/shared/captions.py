@@ -169,6 +169,9 @@ def texts_of(value: Any) -> list[str]:
                 return _answer(value)
             if len(value) > 1 and all(isinstance(each, dict) and "start_frame" in each for each in value):
                 return []  # each describes another part of the clip
+            if value and all(isinstance(each, dict) and {"idx", "content"} <= each.keys() for each in value):
+                # of ShareGPT4Video: of one frame each, and of the whole clip
+                return [text for each in value if str(each["idx"]) == "-1" for text in texts_of(each["content"])]
             return [text for each in value for text in texts_of(each)]
         case _:
             return [str(value)]

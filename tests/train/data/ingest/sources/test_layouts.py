@@ -114,6 +114,17 @@ def test_the_jsonl_of_cosmos_framework(tmp_path, windows, wanted):
     assert captions(tmp_path, "video") == {"videos/a.mp4": wanted}
 
 
+def test_sharegpt4video(tmp_path):
+    """The caption of the whole clip, not those of its frames."""
+    texts = {"1": "a cat sits", "2": "then it walks", "-1": "a cat gets up"}
+    row = {"video_id": "a", "video_path": "panda/a.mp4", "timestamp": ["00:00:01"], "keyframe": [0, 48]}
+    row["captions"] = [{"idx": number, "content": text} for number, text in texts.items()]
+    rows = [row, row | {"video_path": "panda/b.mp4", "captions": row["captions"][:2]}]
+    files = {f"panda/{name}.mp4": b"" for name in "ab"}
+    write(tmp_path, files | {"sharegpt4video_40k.jsonl": "\n".join(map(json.dumps, rows))})
+    assert captions(tmp_path, "video") == {"panda/a.mp4": ("a cat gets up",), "panda/b.mp4": ()}
+
+
 def test_msr_vtt(tmp_path):
     """Several sentences for each clip, which are named without a suffix; the clips of a split alone."""
     document = {
