@@ -146,7 +146,7 @@ class Evaluation:
             sign_S = torch.tensor([1.0 if scorer.better[column] == "higher" else -1.0 for column in scorer.columns])
             score_NS = sign_S * features_NFS[:, 0]  # scales differ: use standard deviations from the mean
             score_NS = (score_NS - score_NS.mean(0)) / score_NS.std(0).clamp_min(1e-9)
-            return score_NS.mean(1), f"better than the mean by {', '.join(scorer.columns)}"
+            return score_NS.mean(1), f"standard deviations from the mean of {', '.join(scorer.columns)}"
         for extractor in self.extractors:
             if hasattr(extractor, "of_texts"):
                 features_NFD, prompts = self.store.load(candidate.videos, extractor)

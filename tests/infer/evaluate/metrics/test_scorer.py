@@ -90,7 +90,7 @@ def test_somebody_elses_videos_are_judged(tmp_path, scorer_dir):
     dark, words = read_json(out / "report.json")["metrics"]
     assert (dark["metric"], dark["better"], words["metric"], words["better"]) == ("dark", "lower", "words", "higher")
     assert dark["low"] < dark["value"] < dark["high"] < 255 and words["value"] == 0
-    assert "better than the mean by dark, words" in (out / "report.html").read_text()
+    assert "standard deviations from the mean of dark, words" in (out / "report.html").read_text()
 
 
 def test_the_best_are_those_of_the_better_scores(tmp_path, scorer_dir):
