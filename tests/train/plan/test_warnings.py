@@ -75,7 +75,8 @@ def test_guidance_that_another_network_had(tmp_path):
     run = load_recipe("digits")
     other = replace(run, model=replace(run.model, num_layers=6, hidden_size=192))
     (said,) = warnings_of(other, None)
-    assert "guidance=3 and 4 steps, which recipe digits has for a network of another size" in said
+    steps = run.validation.sampling.num_steps
+    assert f"guidance=3 and {steps} steps, which recipe digits has for a network of another size" in said
     bundle = write_random_bundle(tmp_path / "bundle", guidance=2.5)
     tuned = replace(other, checkpoint=replace(run.checkpoint, init_from=str(bundle)))
     assert f"guidance=3 (that of {bundle}: 2.5)" in warnings_of(tuned, None)[0]
