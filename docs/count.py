@@ -81,19 +81,16 @@ SHORT = {
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/configs/adapter.py": "settings, free of torch",
     "models/megatron/extensions.py": "asked before a run starts, without Megatron",
-    "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
     "serve/examples/with_openai.py": "a program to copy",
     "train/demos/digits/samples.py": "a data set, written like that of shapes",
     "train/data/ingest/clips/flow.py": "imports torch, which a scan otherwise does without",
     "serve/forms.py": "shared by the gateway and the page",
-    "serve/repository/model_files.py": "shared by repositories of videos and of features",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",
     "train/recipes/registry.py": "recipes register without importing one another",
     "train/checkpoints/sampling_defaults.py": "shared by validation and bundles",
-    "train/engine/shared_base.py": "shared by networks in memory and sharded ones",
 }
 """Why a file has fewer than 40 lines."""
 

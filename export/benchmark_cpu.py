@@ -37,8 +37,7 @@ from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.infer.runtimes.onnx import OnnxNetwork
 from megadit.infer.runtimes.openvino import OpenVinoNetwork
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.diffusion.denoiser import EDMDenoiser
-from megadit.models.diffusion.parameterization import parameterization_of
+from megadit.models.diffusion.parameterization import EDMDenoiser, parameterization_of
 from megadit.models.machine import describe, describe_in_words
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.ops.crossover import tune_for_cpu

@@ -13,7 +13,7 @@ from megadit.infer.runtimes.network_spec import DENOISERS, TOWERS
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.unet import UNetConfig
-from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
 from megadit.models.networks.conditioning import CleanLatents, Conditioning, conditioning_tokens
 from megadit.models.packing.dense_layout import DenseLayout

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megadit.models.cache import memo_key
-
 Tree = TypeVar("Tree")
 
 _ALIGNMENT = 64
@@ -176,6 +174,22 @@ def levels_on(level_B: Tensor, device: torch.device) -> Tensor:
     if (level_B == level).all():
         return torch.full(level_B.shape, level, dtype=level_B.dtype, device=device)
     return sent_together([level_B], device)[0]
+
+
+def memo_key(function: Callable[..., Any], args: tuple[Hashable, ...]) -> Hashable:
+    """(function, args, types of args), a key that is different for different values.
+
+    Raises:
+        TypeError: for a function that may capture variables, and for arguments that are not hashable or
+            compared by identity.
+    """
+    name = getattr(function, "__qualname__", "<unnamed>")
+    if "<" in name:
+        raise TypeError(f"{name} cannot be a key: give a function of the module or class, and its arguments")
+    if any(isinstance(arg, Tensor) for arg in args):
+        raise TypeError(f"a tensor cannot be a key of {name}: tensors are compared by identity")
+    hash(args)
+    return function, args, tuple(map(type, args))  # 1 == 1.0 == True
 
 
 class Keeper(Protocol):

@@ -14,9 +14,16 @@ import numpy as np
 from safetensors.torch import save_file
 
 from megadit.infer.conditioning.named import ConditioningFile
-from megadit.infer.generate.conditioning_files import MEDIA, as_record, check_unchanged, options_of, recorded_files
 from megadit.infer.generate.options import GenerateOptions, check, refuse
-from megadit.infer.generate.specs import VideoSpec, adapters_of
+from megadit.infer.generate.specs import (
+    MEDIA,
+    VideoSpec,
+    adapters_of,
+    as_record,
+    check_unchanged,
+    options_of,
+    recorded_files,
+)
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.signing import Marker
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.background import one_behind
+from megadit.infer.background import each_in_float32, float32_by_default, one_behind
 from megadit.infer.conditioning.encode import EncodedConditioning, encode_batch, encode_conditioning
 from megadit.infer.conditioning.items import (
     AnyConditioning,
@@ -34,9 +34,8 @@ from megadit.infer.pipeline.adapters import (
     adapter_cache,
     hold_adapters,
 )
-from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts
+from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts, solve, wrapped
 from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, no_weaker_denoiser, open_bundle
-from megadit.infer.pipeline.one_batch import solve, wrapped
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
@@ -67,7 +66,6 @@ from megadit.infer.sampling.samplers import num_denoiser_calls
 from megadit.infer.sampling.schedules import settings_sigmas
 from megadit.models.bundle import Bundle
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.default_dtype import each_in_float32, float32_by_default
 from megadit.models.diffusion.noise import seed_key
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.host_to_device import sent_together

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from megadit.models.cache import ObjectCache, TensorCache
 from megadit.models.configs.adapter import AdapterConfig
-from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.host_to_device import levels_on
 from megadit.models.lora.adapters import load_adapter, remove, set_scale
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.registry import SavedNetwork
 from megadit.models.ops.crossover import tune_for_cpu
-from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.dense_layout import DenseLayout, TensorCache
 from megadit.models.shared.errors import UserError, choose_one
 
 DTYPES = {
@@ -67,6 +67,16 @@ class Prepared(NamedTuple):
     """Layout, which caches values computed from the conditions."""
     scales: dict[str, float | Tensor]
     """Scales of its adapters, for `set_scale`."""
+
+
+class ObjectCache(WeakKeyDictionary):
+    """Cache of values computed for an object, which live as long as the object; a copy or a pickle starts empty."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: dict) -> "ObjectCache":
+        return type(self)()
 
 
 class TorchDenoiser(AdaptableDenoiser):

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.cache import TensorCache
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import AxialInputs, Rotary
 from megadit.models.networks.axial import axial_inputs
@@ -40,7 +39,7 @@ from megadit.models.networks.experts import build_mlp
 from megadit.models.networks.modulation import SharedModulation
 from megadit.models.ops.fusion import two_or_more
 from megadit.models.ops.reference import Linear
-from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.dense_layout import DenseLayout, TensorCache
 from megadit.models.packing.layout import Layout, PackLayout
 from megadit.models.packing.segments import DenseRows
 

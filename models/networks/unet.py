@@ -7,9 +7,9 @@ width of the pooled feature.
 import torch
 from torch import Tensor, nn
 
-from megadit.models.cache import TensorCache
 from megadit.models.configs.unet import DIFFUSERS_CLASS, UNetConfig
 from megadit.models.networks.conditioning import Conditioning
+from megadit.models.packing.dense_layout import TensorCache
 from megadit.models.shared.errors import UserError, library_errors
 
 

@@ -1,23 +1,28 @@
-"""Variants of `attention`, within each sample of a dense batch or of a pack.
+"""Variants of `attention`, within each sample of a dense batch or of a pack, and of `batch_attention`: torch's fused
+kernel unless another is faster.
 
 Shapes: S video tokens, L keys (video or text tokens), B batch, N heads, K head dim, c segments of a length group, s
 tokens of each, l their longest text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.reference import attention, batch_attention, up_to_each
+from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import Layout, PackLayout
 
+_matmul = torch.backends.mkldnn.matmul
 _DENSE = {
     "sample": ("S B N K", "B N S K"),
     "before": ("S B N K", "B N S K"),
@@ -155,3 +160,65 @@ def _texts_of_groups(k: Tensor, v: Tensor, layout: PackLayout) -> list[tuple[Ten
     """Keys and values of each group's text, [c, l, N, K], and a mask [c, 1, 1, l] of valid ones (None: all)."""
     slots, shapes, masks = layout.on(k.device).texts
     return list(zip(_cut(k[slots, 0], shapes), _cut(v[slots, 0], shapes), masks, strict=True))
+
+
+def _needs_full_precision(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    return q.is_cpu and q.dtype == torch.float32 and _matmul.fp32_precision == "bf16"
+
+
+@batch_attention.variant("float32_products", suits=_needs_full_precision)
+def _float32_products_alone(q: Tensor, k: Tensor, v: Tensor, mask_B11L: Tensor | None) -> Tensor:
+    return _FullPrecision.apply(q, k, v, None if mask_B11L is None else _as_bias(mask_B11L, q.shape[2]))
+
+
+def _suits_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    return mask is None and suits_tiles(q, k) and _matmul.fp32_precision != "bf16"
+
+
+@batch_attention.variant("tiled", suits=_suits_tiles)
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    return TiledAttention.apply(q, k, v)
+
+
+@batch_attention.variant("sdpa", suits=lambda *_: True, traceable=True)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask_B11L: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B11L)
+
+
+def _as_bias(mask_B11L: Tensor, num_queries: int) -> Tensor:
+    """The mask as 0 and -inf to add to the scores, [B, 1, S, L]."""
+    bias_B11L = torch.zeros(mask_B11L.shape).masked_fill_(~mask_B11L, float("-inf"))
+    return bias_B11L.expand(-1, -1, num_queries, -1)
+
+
+class _FullPrecision(torch.autograd.Function):
+    """torch's flash attention for CPUs, with float32 products whatever `train.matmul_precision` says.
+
+    With reduced precision, oneDNN prepares each of the kernel's small products again: for short samples that takes
+    eight times as long as the attention itself; only large products become faster, by a factor of two.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        with _float32_products():
+            out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+        ctx.save_for_backward(q, k, v, out, logsumexp, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *saved, bias = ctx.saved_tensors
+        with _float32_products():
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, *saved, 0.0, False, attn_mask=bias
+            )
+        return *grads, None
+
+
+@contextmanager
+def _float32_products() -> Iterator[None]:
+    before, _matmul.fp32_precision = _matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        _matmul.fp32_precision = before

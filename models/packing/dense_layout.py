@@ -10,9 +10,29 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.cache import TensorCache, memo_key
-from megadit.models.host_to_device import constant
+from megadit.models.host_to_device import constant, memo_key
 from megadit.models.packing.segments import DenseRows, Grid, OpenRows
+
+
+class TensorCache:
+    """Cache of tensors computed for a dense batch, up to a size in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` limits the size of all cached tensors together."""
+        self._values: dict[Hashable, Any] = {}
+        self._free_bytes = max_bytes
+
+    def cached(self, key: Hashable, compute: Callable[..., Any], *args: Any) -> Any:
+        """compute(*args), a tensor, a tuple of them or None: computed once if it fits, else at each call."""
+        if key in self._values:
+            return self._values[key]
+        value = compute(*args)
+        parts = value if isinstance(value, tuple) else (value,)
+        size = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
+        if size <= self._free_bytes:
+            self._free_bytes -= size
+            self._values[key] = value
+        return value
 
 
 def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tensor:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.cache import memo_key
-from megadit.models.host_to_device import Need
+from megadit.models.host_to_device import Need, memo_key
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.segments import (
     CPU,

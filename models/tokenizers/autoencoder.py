@@ -14,9 +14,9 @@ from megadit.models.machine import auto_dtype, computing_dtype
 from megadit.models.shared.errors import choose_one
 from megadit.models.storage import components as parts
 from megadit.models.tokenizers import network as networks
+from megadit.models.tokenizers.base import frames_covering, latent_size
 from megadit.models.tokenizers.kinds import KINDS, Kind
 from megadit.models.tokenizers.network import DTYPES, Network
-from megadit.models.tokenizers.sizes import frames_covering, latent_size
 from megadit.models.tokenizers.tiling import Tiles, decode_in_tiles, encode_in_tiles
 
 

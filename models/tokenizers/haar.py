@@ -20,7 +20,7 @@ from torch import Tensor
 from megadit.models.host_to_device import constant, sent_together
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.storage import components as parts
-from megadit.models.tokenizers.sizes import frames_covering, latent_size
+from megadit.models.tokenizers.base import frames_covering, latent_size
 
 CPU = torch.device("cpu")
 _TEMPORAL_FACTORS = (1, 2, 4, 8)

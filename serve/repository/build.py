@@ -39,8 +39,7 @@ from megadit.models.storage.weights import config_to_dict
 from megadit.serve.contract import IMAGE_MODEL, MODEL
 from megadit.serve.repository.features import LIMITS, build_feature_repository
 from megadit.serve.repository.model_config import Scheduling, service_config
-from megadit.serve.repository.model_files import check_replaceable, write_model
-from megadit.serve.repository.network_config import write_networks
+from megadit.serve.repository.network_config import check_replaceable, write_model, write_networks
 from megadit.serve.service_info import AdapterInfo, Limits, ServiceInfo, calls_in_words, calls_of
 
 _SIZE_BEYOND_DEFAULT = 4

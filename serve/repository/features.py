@@ -19,8 +19,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.serve.backend.features import MODELS
 from megadit.serve.repository.model_config import Scheduling, features_config
-from megadit.serve.repository.model_files import check_replaceable, write_model
-from megadit.serve.repository.network_config import write_networks
+from megadit.serve.repository.network_config import check_replaceable, write_model, write_networks
 from megadit.serve.service_info import Limits
 
 LIMITS = (*settings_of(MediaLimits), "max_prompt_characters")

@@ -1,12 +1,13 @@
-"""Plain Triton models of a bundle's exported networks, for custom pipelines.
+"""A model's folder in a repository: that of a bundle, and those of its exported networks for custom pipelines.
 
-They are served by Triton's own backends, without Python: tensors in, tensors out, as in the folder's settings.json.
+Networks are served by Triton's own backends, without Python: tensors in, tensors out, as in the folder's settings.json.
 Triton's ONNX backend does not set our session options, so that not every precision runs everywhere.
 """
 
+import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megadit.infer.runtimes.load import open_exported
@@ -14,6 +15,7 @@ from megadit.infer.runtimes.network_spec import TOWERS, Axis, NetworkSpec
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.outside import check_own
 
 _PLATFORMS = {"onnx": ("onnxruntime_onnx", ".onnx"), "tensorrt": ("tensorrt_plan", ".plan")}
 _DATA_TYPES = {
@@ -25,6 +27,12 @@ _DATA_TYPES = {
 }
 
 
+_MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
+
+from megadit.serve.backend.{module} import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
 _WHERE = {
     "bf16": "GPUs: no CPU opens it",
     "fp8": "GPUs: this backend moves its quantization on CPUs",
@@ -97,3 +105,24 @@ output [
 
 def _dims(axes: tuple[Axis | int, ...]) -> str:
     return ", ".join("-1" if isinstance(axis, Axis) else str(axis) for axis in axes)
+
+
+def check_replaceable(path: Path, models: Collection[str]) -> None:
+    """Raises UserError for a folder that is not a repository with one of our `models`."""
+    if path.is_dir() and any(path.iterdir()) and not any((path / name / "config.pbtxt").is_file() for name in models):
+        raise UserError(f"{path} holds no {' or '.join(models)} but other files, and would be replaced; choose another")
+
+
+def write_model(repository: Path, name: str, *, config: str, module: str, bundle: Path) -> Path:
+    """Writes the model `name`, implemented by `megadit.serve.backend.{module}`, and returns its copy of the bundle.
+
+    If `bundle` is in the repository already, its files are shared, so that large weights are stored once.
+    """
+    check_own(bundle)
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
+    (version / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
+    copy = os.link if bundle.is_relative_to(repository) else shutil.copy2
+    shutil.copytree(bundle, version / "bundle", copy_function=copy)
+    return version / "bundle"

@@ -25,8 +25,7 @@ from megadit.models.shared.memory import memory_in_words
 from megadit.models.storage.weights import network_shapes
 from megadit.train.checkpoints.init_from import InitialWeights, Weights
 from megadit.train.config.schema import RunConfig
-from megadit.train.engine.fully_sharded import FullySharded
-from megadit.train.engine.shared_base import share_base
+from megadit.train.engine.fully_sharded import FullySharded, share_base
 from megadit.train.objectives.heads import Adversary
 from megadit.train.objectives.networks import TrainingModel
 from megadit.train.objectives.registry import objective_of

@@ -1,4 +1,5 @@
-"""Fully sharded data parallelism: torch's FSDP2 behind the interface of Megatron's data-parallel wrappers."""
+"""Fully sharded data parallelism: torch's FSDP2 behind the interface of Megatron's data-parallel wrappers; several
+networks with adapters of their own on the same frozen base weights, held once."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -8,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megadit.models.lora.adapters import adapter_key
 from megadit.models.megatron.groups import Groups
 from megadit.models.networks.blocks import BLOCKS
 from megadit.models.networks.experts import Experts
-from megadit.train.engine.shared_base import share_base
 from megadit.train.objectives.networks import TrainingModel
 from megadit.train.optim.state import assign
 
@@ -72,3 +73,26 @@ class FullySharded(_BaseDataParallel):
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.to_local().mul_(scaling_factor)
+
+
+def share_base(network: nn.Module, base: nn.Module, device: torch.device) -> None:
+    """Replace the parameters of `network` on the meta device by the frozen ones of `base`, which has the same linears
+    and sharding; parameters of adapters get uninitialized memory on `device`.
+
+    The networks share no modules: recomputed blocks and FSDP's hooks need not know which adapter is active.
+
+    Parameters that are not on the meta device are left unchanged.
+    """
+    shared = dict(base.named_parameters())
+    for path, module in list(network.named_modules()):
+        for name, parameter in list(module.named_parameters(path, recurse=False)):
+            if parameter.is_meta:
+                is_own = adapter_key(name) is not None
+                taken = _with_memory(parameter, device) if is_own else shared[name]
+                setattr(module, name.rpartition(".")[2], taken)
+
+
+def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))  # attributes that describe its sharding
+    return made

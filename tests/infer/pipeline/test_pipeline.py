@@ -13,8 +13,8 @@ import torch
 
 from megadit.infer.conditioning.encode import EncodedConditioning
 from megadit.infer.pipeline import checkpoints, text_features
+from megadit.infer.pipeline.batches import solve
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.pipeline.one_batch import solve
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.sampling.callbacks import Cancelled

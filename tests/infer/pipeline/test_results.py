@@ -70,7 +70,7 @@ STRANGE = {
 def test_a_stranger_s_video_opens_no_file(bundle_dir, videos, tmp_path, capsys, monkeypatch):
     """Alone, and in addition to the user's own checkpoint; types that a record of ours never has are refused too."""
     opened = []
-    for module in ("outputs.adapters_of", "conditioning_files.sha256_of", "command.open_bundle"):
+    for module in ("outputs.adapters_of", "specs.sha256_of", "command.open_bundle"):
         monkeypatch.setattr(f"megadit.infer.generate.{module}", lambda *paths: opened.append(paths) or 1 / 0)
     ours = videos[1].record()
 

@@ -16,7 +16,7 @@ from megadit.infer.runtimes.rank import Rank
 from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, find_dtype, use_device
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
-from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.sampling.flow_levels import FLOW_LEVELS, flow_level_sigmas, noise_of_start, with_whole_steps
 from megadit.infer.sampling.samplers import SAMPLERS
-from megadit.infer.sampling.schedules import highest_sigma, settings_sigmas
+from megadit.infer.sampling.schedules import (
+    FLOW_LEVELS,
+    flow_level_sigmas,
+    highest_sigma,
+    noise_of_start,
+    settings_sigmas,
+    with_whole_steps,
+)
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 

@@ -22,9 +22,8 @@ from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
 from megadit.models.configs.unet import FIXED, USUAL
-from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.noise import latent_noise, seed_key
-from megadit.models.diffusion.parameterization import ddpm_sigmas
+from megadit.models.diffusion.parameterization import EDMDenoiser, ddpm_sigmas
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.unet import UNet
 from megadit.models.shared.errors import UserError

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from megadit.models.configs.config import DiTConfig, Parameterization
-from megadit.models.diffusion.denoiser import EDMDenoiser
-from megadit.models.diffusion.parameterization import EDM, VP, Flow, VPVelocity, ddpm_sigmas, parameterization_of
+from megadit.models.diffusion.parameterization import (
+    EDM,
+    VP,
+    EDMDenoiser,
+    Flow,
+    VPVelocity,
+    ddpm_sigmas,
+    parameterization_of,
+)
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.sampling.flow_levels import FLOW_LEVELS
 from megadit.infer.sampling.samplers import SAMPLERS as SAMPLER_FUNCTIONS
+from megadit.infer.sampling.schedules import FLOW_LEVELS
 from megadit.infer.sampling.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
 from megadit.models.diffusion import settings
 from megadit.models.diffusion.settings import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.lora.adapters import adapter_state, load_adapter, remove, set_scale
 from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
 from megadit.models.networks.conditioning import CleanLatents, Conditioning

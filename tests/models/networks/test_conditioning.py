@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.diffusion.denoiser import EDMDenoiser
-from megadit.models.diffusion.parameterization import denoise_packed
+from megadit.models.diffusion.parameterization import EDMDenoiser, denoise_packed
 from megadit.models.networks.conditioning import CleanLatents, Conditioning, with_conditioning
 from megadit.models.networks.dense_packs import pack_dense, pad_segments, unpack_dense
 from megadit.models.networks.dit import DiT

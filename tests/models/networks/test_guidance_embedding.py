@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.diffusion.denoiser import EDMDenoiser
-from megadit.models.diffusion.parameterization import denoise_packed
+from megadit.models.diffusion.parameterization import EDMDenoiser, denoise_packed
 from megadit.models.networks.conditioning import CleanLatents, Conditioning, with_conditioning
 from megadit.models.networks.dense_packs import pack_dense, unpack_dense
 from megadit.models.networks.dit import DiT

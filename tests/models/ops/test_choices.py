@@ -12,7 +12,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import QKNorm
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import attention as attentions
-from megadit.models.ops import batch_attention, linear, reference, tiled_attention
+from megadit.models.ops import linear, reference, tiled_attention
 from megadit.models.ops.attention import attend_by_length_group
 from megadit.models.ops.crossover import NEVER
 from megadit.models.ops.reference import attention
@@ -187,7 +187,7 @@ def test_where_tiles_are_used(tiles_pay, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(tiled_attention, "multiplies", lambda dtype: False)
         assert is_tiled() and not is_tiled(dtype=torch.bfloat16)
-    monkeypatch.setattr(batch_attention, "_matmul", SimpleNamespace(fp32_precision="bf16"))
+    monkeypatch.setattr(attentions, "_matmul", SimpleNamespace(fp32_precision="bf16"))
     assert not is_tiled() and not is_tiled(dtype=torch.bfloat16)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.networks import dit as dit_module
 from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT

@@ -21,7 +21,7 @@ from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import check_own, files_under, leads_out, walk
 from megadit.models.storage.license import find_license
-from megadit.serve.repository.model_files import write_model
+from megadit.serve.repository.network_config import write_model
 from tests.serve.media import GIF
 
 

@@ -14,7 +14,7 @@ from megadit.models.lora.adapters import adapter_state, attach
 from megadit.models.megatron.checkpoint import _read
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.registry import build_network
-from megadit.train.engine.shared_base import share_base
+from megadit.train.engine.fully_sharded import share_base
 from megadit.train.recipes import load_recipe
 
 from ..conftest import distance

@@ -7,8 +7,8 @@ import pytest
 import torch
 from einops import rearrange
 
-from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.noise import Stream, normal
+from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify, unpatchify
