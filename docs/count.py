@@ -81,7 +81,6 @@ SHORT = {
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/configs/adapter.py": "settings, free of torch",
     "models/megatron/extensions.py": "asked before a run starts, without Megatron",
-    "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
     "serve/examples/with_openai.py": "a program to copy",
     "train/demos/digits/samples.py": "a data set, written like that of shapes",

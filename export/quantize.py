@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megadit.export.conditioning_cases import required_conditioning
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes.experts import as_one
+from megadit.infer.runtimes.load import as_one
 from megadit.infer.runtimes.network_spec import DENOISERS
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle import Bundle

@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from megadit.infer.conditioning.items import ConditioningItem, Media, Target, check_conditioning, places_of
-from megadit.infer.conditioning.named import ConditioningFile
+from megadit.infer.conditioning.items import (
+    ConditioningFile,
+    ConditioningItem,
+    Media,
+    Target,
+    check_conditioning,
+    places_of,
+)
 from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
 from megadit.infer.generate.options import GenerateOptions, parse, refuse
 from megadit.infer.generate.outputs import make_record, output_paths, read_record, repeated, save, save_long

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
-from megadit.infer.conditioning.named import ConditioningFile
+from megadit.infer.conditioning.items import ConditioningFile
 from megadit.infer.generate.options import GenerateOptions, check, refuse
 from megadit.infer.generate.specs import (
     MEDIA,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megadit.infer.conditioning.items import VIDEO_TO_VIDEO, ConditioningItem
-from megadit.infer.conditioning.named import ConditioningFile, named_media
+from megadit.infer.conditioning.items import VIDEO_TO_VIDEO, ConditioningFile, ConditioningItem, named_media
 from megadit.infer.generate.options import GenerateOptions, check_path, refuse
 from megadit.infer.media.contact_sheet import grid_columns
 from megadit.infer.media.video_io import read_video

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megadit.infer.runtimes.distributed import DistributedDenoiser
-from megadit.infer.runtimes.experts import ExpertDenoiser, experts_of
 from megadit.infer.runtimes.exported import ExportedDenoiser
-from megadit.infer.runtimes.load import TORCH, adapter_inputs
+from megadit.infer.runtimes.load import TORCH, ExpertDenoiser, adapter_inputs, experts_of
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle

@@ -40,8 +40,8 @@ from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, orig
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.runtimes.distributed import DevicePlacement
-from megadit.infer.runtimes.experts import ExpertDenoiser
 from megadit.infer.runtimes.load import (
+    ExpertDenoiser,
     check_runtime,
     load_denoiser,
     load_text_encoder,

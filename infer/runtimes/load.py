@@ -1,13 +1,17 @@
-"""Loads the networks of a bundle for a runtime: a table with one row for each runtime except torch."""
+"""Loads the networks of a bundle for a runtime: a table with one row for each runtime except torch. High-noise and
+low-noise experts are one denoiser (Wan 2.2).
 
-from collections.abc import Callable
+Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
 from megadit.infer.runtimes.distributed import DevicePlacement, DistributedDenoiser
-from megadit.infer.runtimes.experts import as_one
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import DENOISERS, ExportedNetworks
 from megadit.infer.runtimes.offloaded import load_offloaded_dit
@@ -16,7 +20,9 @@ from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle, check_transformer
+from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.lora.inputs import AdapterInputs
+from megadit.models.networks.conditioning import Conditioning
 from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.storage.weights import load_config, load_network
@@ -215,3 +221,53 @@ def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
     check_runtime(RuntimeOptions(runtime=runtime))
     rows = open_exported(bundle, runtime).network("denoiser").axes["batch"].max
     return rows if bundle.config.guidance_embedding_range is not None else max(1, rows // 2)
+
+
+def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
+    """Denoiser of a bundle's networks: one, or two experts for noise levels above and below `Bundle.boundary`."""
+    return denoisers[0] if boundary is None else ExpertDenoiser(*denoisers, boundary)
+
+
+def experts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
+    """The denoisers of its networks: one, or two experts."""
+    return (denoiser.high, denoiser.low) if isinstance(denoiser, ExpertDenoiser) else (denoiser,)
+
+
+class ExpertDenoiser:
+    """D(x; sigma) by the expert of the noise level, which all videos of a batch share."""
+
+    def __init__(self, high: Denoiser, low: Denoiser, boundary: float) -> None:
+        """`boundary` is the lowest sigma of `high`."""
+        self.high, self.low, self.boundary = high, low, boundary
+        self._attached: dict[str, tuple[Denoiser, ...]] = {}
+        """Adapter's name -> the denoisers whose networks have it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.high.dtype
+
+    def load_adapter(
+        self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
+    ) -> None:
+        """Attach an adapter to `expert` ("high" or "low"), or to both.
+
+        Raises:
+            UserError: for one that does not fit the networks.
+        """
+        if self.high is self.low:  # each rank has both, and chooses between them as this does
+            self._attached[name] = (self.high,)
+            self.high.load_adapter(name, state, adapter, expert=expert)
+            return
+        self._attached[name] = {"high": (self.high,), "low": (self.low,)}.get(expert, (self.high, self.low))
+        for denoiser in self._attached[name]:
+            denoiser.load_adapter(name, state, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Detach an adapter."""
+        for denoiser in self._attached.pop(name):
+            denoiser.remove_adapter(name)
+
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0, BCTHW, float32."""
+        denoiser = self.high if sigma_B[0].item() >= self.boundary else self.low
+        return denoiser(x_BCTHW, sigma_B, conditioning)

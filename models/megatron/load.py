@@ -12,8 +12,7 @@ from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.lora.adapters import DEFAULT, load_adapter
 from megadit.models.megatron.groups import Groups, initialize
 from megadit.models.megatron.parallel_sizes import ParallelSizes
-from megadit.models.megatron.parallelism.adapters import share_adapters
-from megadit.models.megatron.parallelize import parallelize
+from megadit.models.megatron.parallelize import parallelize, share_adapters
 from megadit.models.megatron.plan import PLAN, role_of
 from megadit.models.megatron.shards import full_shape, own_shard, shard
 from megadit.models.megatron.transformer_config import transformer_config

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,12 +29,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megadit.models.lora.adapters import move_adapters
+from megadit.models.lora.layers import LowRank, adapters_of
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.linears.parallel import SplitLinear, split_linear
-from megadit.models.megatron.parallelism.adapters import share_adapters
 from megadit.models.megatron.parallelism.context import shared_attention
 from megadit.models.megatron.parallelism.experts import Dispatch, shared_choice
-from megadit.models.megatron.plan import PLAN, Axes, Row, local_shape, mark, role_of
+from megadit.models.megatron.plan import COLUMN, PLAN, ROW, Axes, Role, Row, local_shape, mark, role_of
 from megadit.models.networks.attention import SelfAttention, WidthNorm
 from megadit.models.networks.axial import move
 from megadit.models.networks.blocks import STDiTBlock
@@ -156,3 +158,39 @@ class Exchange(nn.Module):
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of `x`, of any shape, over ranks; the gradient is summed, too."""
     return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)
+
+
+def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Set how an adapter is split, from how the ranks of `group` share its linear, whose weight has this role.
+
+    | linear           | `down`    | communication of rank features         | `up`      |
+    |------------------|-----------|----------------------------------------|-----------|
+    | `COLUMN`         | whole     | the tokens, with sequence parallelism  | own rows  |
+    | `COLUMN_OF_TEXT` | whole     | none: every rank has the whole text    | own rows  |
+    | `ROW`            | own shard | the sum over ranks                     | whole     |
+
+    Compared with the linear's own communication, messages are smaller by the ratio of rank to width.
+    """
+    if role is ROW:
+        size = adapter.in_features // group.size()
+        adapter.own_inputs = slice(group.rank() * size, (group.rank() + 1) * size)
+        adapter.sum_inputs = partial(_sum, group=group)
+        cut, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+        adapter.exchange = partial(cut if sequence_parallel else whole, group=group)
+    elif role is COLUMN and sequence_parallel:
+        adapter.exchange = partial(gather_from_sequence_parallel_region, group=group)
+    else:  # no communication forward; gradients are summed
+        adapter.exchange = partial(copy_to_tensor_model_parallel_region, group=group)
+
+
+def share_adapters(network: nn.Module, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Set this for the adapters of all linears that the ranks of `group` share by the plan."""
+    for path, module in network.named_modules():
+        if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and group.size() > 1:
+            for adapter in module.adapters.values():
+                share_adapter(adapter, role, group, sequence_parallel=sequence_parallel)
+
+
+def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x

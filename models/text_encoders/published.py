@@ -1,19 +1,22 @@
 """Files of published text encoders in `transformers`' format (vocabulary, network, single tensors), and our settings
 files."""
 
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megadit.models.machine import computing_dtype, cost_in_words, free_memory
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import sha256_of
+from megadit.models.shared.files import atomic_path, sha256_of
 from megadit.models.storage import components as parts
 from megadit.models.storage import hub
 from megadit.models.storage.pretrained import (
@@ -201,3 +204,43 @@ def load_settings(encoder: type[AnyEncoder], directory: str | os.PathLike, **mor
     settings = parts.read_settings(directory, [*settings_of(encoder), "fingerprint"])
     fingerprint = settings.pop("fingerprint")
     return encoder(**settings, **more, _loaded={"fingerprint": fingerprint})
+
+
+TextTensors = Mapping[str, Tensor]
+"""Tensors of one text: its `features`, and others that the encoder returns."""
+
+
+class FeatureFiles:
+    """A cache directory that several processes may read and write at once."""
+
+    def __init__(self, directory: str | os.PathLike, fingerprint: str) -> None:
+        self._directory = Path(directory) / fingerprint
+
+    def read(self, text: str) -> TextTensors | None:
+        """Return the cached tensors of a text; None if there are none, or their file is damaged."""
+        try:
+            tensors = load_file(self._path(text))
+            return tensors if "features" in tensors else None
+        except (FileNotFoundError, SafetensorError):
+            return None
+
+    def write(self, text: str, tensors: TextTensors) -> None:
+        with atomic_path(self._path(text)) as path:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+    def _path(self, text: str) -> Path:
+        name = hashlib.sha256(text.encode()).hexdigest()
+        return self._directory / name[:2] / f"{name}.safetensors"
+
+
+def cached_or_computed(
+    texts: Iterable[str], compute: Callable[[Sequence[str]], Sequence[TextTensors]], files: FeatureFiles | None
+) -> dict[str, TextTensors]:
+    """Return the tensors of each text; those not cached in `files` are computed in one call and stored there."""
+    found = {text: files and files.read(text) for text in texts}
+    missing = [text for text, tensors in found.items() if tensors is None]
+    for text, tensors in zip(missing, compute(missing), strict=True):
+        found[text] = tensors
+        if files is not None:
+            files.write(text, tensors)
+    return found

@@ -24,11 +24,13 @@ from megadit.models.shared.files import read_object
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import Encoder
 from megadit.models.text_encoders.base import TextFeatures
-from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
+    FeatureFiles,
     PublishedNetwork,
     PublishedText,
+    TextTensors,
+    cached_or_computed,
     device_of,
     load_settings,
     loading_dtype,

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.conditioning.items import Media, Target, check_conditioning, strength_of, structure_of
-from megadit.infer.conditioning.named import decoded
+from megadit.infer.conditioning.items import Media, Target, check_conditioning, decoded, strength_of, structure_of
 from megadit.infer.hooks.guardrail import Guardrail
 from megadit.infer.hooks.guardrail import HeldBackError as Refused
 from megadit.infer.hooks.scorer import Scorer

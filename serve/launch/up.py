@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from pathlib import Path
 from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import port_setting, setting
+from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import cache_folder
 from megadit.models.shared.folder_lock import process_stat
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.serve.gateway.process import gateway_process
 from megadit.serve.launch.local_server import (
     HANG_SECONDS,
     OTHERS_HELP,
@@ -35,8 +35,9 @@ from megadit.serve.launch.local_server import (
     check_memory,
     control_secret,
 )
-from megadit.serve.supervise import OwnedProcess, keep_running, print_on_stderr, reachable, responds
+from megadit.serve.supervise import Ailment, OwnedProcess, keep_running, print_on_stderr, reachable, responds
 
+_START_SECONDS = 300
 _SECONDS_TO_ANSWER = 15
 """Seconds that a gateway may take to end in addition to its drain."""
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -288,3 +289,33 @@ def _read_note(file: int, port: int) -> tuple[int, int]:
         if written := os.pread(file, 100, 0).split():  # else one is starting
             return int(written[0]), int(written[1])
     raise UserError(f"no `serve up` of yours runs at port {port} here; --port names another")
+
+
+def gateway_process(
+    arguments: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    log: Path | None = None,
+    stop_seconds: float,
+    hang_seconds: float,
+) -> OwnedProcess:
+    """One `megadit serve gateway`; `arguments` are its options, without address and port."""
+    url = f"http://{reachable(host)}:{port}"
+    hangs = Ailment(reason="it answers nothing", patience=hang_seconds)
+    command = python_module("megadit.models.shared.cli.verbs", "serve", "gateway", *arguments)
+
+    def is_alive() -> bool:
+        return responds(f"{url}/health/live")
+
+    return OwnedProcess(
+        command=[*command, f"--host={host}", f"--port={port}"],
+        name="gateway",
+        addresses=url,
+        ready="answers, and makes videos once tritonserver is ready",
+        is_ready=is_alive,
+        ailment=lambda: None if is_alive() else hangs,
+        start_seconds=_START_SECONDS,
+        stop_seconds=stop_seconds,
+        log=log,
+    )

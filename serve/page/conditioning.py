@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from megadit.infer.conditioning.named import DARKEST_WHITE
+from megadit.infer.conditioning.items import DARKEST_WHITE
 from megadit.infer.media.animations import encode_image
 from megadit.models.shared.errors import UserError
 from megadit.serve.page.studio import Studio

@@ -19,8 +19,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget
 from megadit.train.plan.hardware import Gpu, find_gpu, this_device
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.memory import RESERVE
-from megadit.train.plan.recompute import needed_memory
+from megadit.train.plan.memory import RESERVE, needed_memory
 
 MARGIN = 0.05
 """Share of the memory that stays free beside `RESERVE`: the plan is an estimate."""

@@ -9,7 +9,7 @@ import torch
 from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.step_cache import CachePlan, plan_key
-from megadit.infer.runtimes.experts import ExpertDenoiser
+from megadit.infer.runtimes.load import ExpertDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling import samplers
 from megadit.infer.sampling.resolve import resolve_settings

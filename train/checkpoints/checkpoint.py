@@ -41,11 +41,18 @@ from megadit.models.megatron.integrity import DamagedCheckpointError, checksums,
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.memory import memory_in_words
-from megadit.train.checkpoints.atomic_folders import DISK_FULL, UNFINISHED, delete, publish, reason_of, unfinished_name
 from megadit.train.checkpoints.fixed_settings import check_fixed, fixed_settings
 from megadit.train.checkpoints.mirror import SecondCopy, outdated
 from megadit.train.checkpoints.tensors import TrainedTensors
-from megadit.train.checkpoints.writer import BackgroundWrite
+from megadit.train.checkpoints.writer import (
+    DISK_FULL,
+    UNFINISHED,
+    BackgroundWrite,
+    delete,
+    publish,
+    reason_of,
+    unfinished_name,
+)
 from megadit.train.config.load import to_yaml
 from megadit.train.config.schema import RunConfig
 

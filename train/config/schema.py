@@ -271,7 +271,7 @@ class ParallelConfig:
     """Gather updated weights during the next forward; only with `distributed_optimizer`."""
     recompute_granularity: Recompute = setting("none")
     """Activation recomputation in the backward: of attention (`selective`) or of whole blocks (`full`). `auto` finds
-    before the first step how many blocks must be recomputed to fit the free memory (`train/plan/recompute.py`)."""
+    before the first step how many blocks must be recomputed to fit the free memory (`train/plan/memory.py`)."""
     recompute_num_layers: int | None = setting(None, above=0)
     """Blocks of each model chunk that `full` applies to; None: all."""
     cpu_offloading_num_layers: int = setting(0, low=0)

@@ -21,7 +21,7 @@ from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.writer import is_prepared
 from megadit.train.plan.hardware import this_machines_memory
-from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
+from megadit.train.plan.memory import SMALLER, needed_memory, with_recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

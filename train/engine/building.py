@@ -31,7 +31,7 @@ from megadit.train.objectives.networks import TrainingModel
 from megadit.train.objectives.registry import objective_of
 from megadit.train.optim.optimizer import precision, uses_distributed_optimizer
 from megadit.train.optim.state import DataParallel, assign
-from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
+from megadit.train.plan.memory import choice_in_words, needed_memory, with_recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

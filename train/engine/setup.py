@@ -34,7 +34,7 @@ from megadit.train.objectives.networks import Networks, TrainingModel, denoiser_
 from megadit.train.optim.ema import EmaWeights
 from megadit.train.optim.optimizer import build_optimizer, build_scheduler, loss_scaler
 from megadit.train.optim.state import DataParallel, find_ownership, named_parameters
-from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
+from megadit.train.plan.memory import SMALLER, needed_memory, with_recompute
 
 CRITIC = "critic."
 """Prefix of the names of a critic's tensors in checkpoints."""

@@ -21,7 +21,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.monitoring.curves import CURVES_FILE
 from megadit.train.plan.hardware import this_device
-from megadit.train.plan.recompute import needed_memory, with_recompute
+from megadit.train.plan.memory import needed_memory, with_recompute
 from megadit.train.plan.throughput import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.warnings import warnings_of
 from megadit.train.plan.work import count_parameters, count_trained

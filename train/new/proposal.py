@@ -19,7 +19,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.ingest.clips.probe import MOST_SECONDS, FolderSummary, Seen
 from megadit.train.plan.hardware import Gpu
-from megadit.train.plan.recompute import needed_memory, with_recompute
+from megadit.train.plan.memory import needed_memory, with_recompute
 from megadit.train.plan.throughput import step_seconds
 
 SPATIAL, TEMPORAL = 8, 4

@@ -17,8 +17,7 @@ from megadit.models.diffusion.noise import derived_keys
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.denoise import weighted_error
 from megadit.train.objectives.networks import Discriminator, LossSums, Networks
-from megadit.train.objectives.noise_levels import draw_sigma
-from megadit.train.objectives.samples import loss_weight, noisy
+from megadit.train.objectives.noise_levels import draw_sigma, loss_weight, noisy
 
 
 def critic_loss(networks: Networks, batch: PackedBatch) -> LossSums:

@@ -22,8 +22,15 @@ from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.adversary import towards_real
 from megadit.train.objectives.denoise import weighted_error
 from megadit.train.objectives.networks import Denoise, LossSums, Networks
-from megadit.train.objectives.noise_levels import draw_sigma, sampling_noise
-from megadit.train.objectives.samples import loss_weight, mean_of_samples, noisy, of_tokens, target_of
+from megadit.train.objectives.noise_levels import (
+    draw_sigma,
+    loss_weight,
+    mean_of_samples,
+    noisy,
+    of_tokens,
+    sampling_noise,
+    target_of,
+)
 from megadit.train.objectives.tangent import derivative
 
 RHO = 7

@@ -12,8 +12,14 @@ from megadit.models.diffusion.noise import Stream
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.denoise import weighted_error
 from megadit.train.objectives.networks import LossSums, Networks
-from megadit.train.objectives.noise_levels import draw_sigma, sampling_noise
-from megadit.train.objectives.samples import loss_weight, mean_of_samples, noisy, of_tokens
+from megadit.train.objectives.noise_levels import (
+    draw_sigma,
+    loss_weight,
+    mean_of_samples,
+    noisy,
+    of_tokens,
+    sampling_noise,
+)
 
 
 def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:

@@ -113,7 +113,7 @@ class Layout:
 
 
 def _recompute(config: RunConfig) -> str:
-    """Recomputation of a run; `auto` counts as none until it is resolved (`recompute.py`)."""
+    """Recomputation of a run; `auto` counts as none until it is resolved (`memory.py`)."""
     granularity = config.parallel.recompute_granularity
     return "none" if granularity == "auto" else granularity
 

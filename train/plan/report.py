@@ -15,8 +15,7 @@ from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import Gpu, this_device, this_machines_memory
 from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.memory import Memory, memory_of
-from megadit.train.plan.recompute import choice_in_words, with_recompute
+from megadit.train.plan.memory import Memory, choice_in_words, memory_of, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
 from megadit.train.plan.throughput import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.warnings import warnings_of

@@ -12,7 +12,7 @@ from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.recompute import with_recompute
+from megadit.train.plan.memory import with_recompute
 from megadit.train.plan.search import assess
 from megadit.train.plan.work import count_trained, work_of
 

@@ -15,8 +15,8 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.events import CancelledError, InvalidRequestError, ServiceError, StepDone
 from megadit.serve.gateway import command
 from megadit.serve.gateway.client import GatewayClient
-from megadit.serve.gateway.process import gateway_process
 from megadit.serve.launch.local_server import Ports
+from megadit.serve.launch.up import gateway_process
 
 MODELS = frozenset({"text_to_video"})
 REQUEST = VideoRequest(prompt="a", num_steps=4, preview_every=2)

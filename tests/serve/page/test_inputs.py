@@ -9,7 +9,7 @@ from PIL import Image
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
-from megadit.serve.page.variants import Variant
+from megadit.serve.page.studio import Variant
 from megadit.serve.page.view import Preset, facts
 from megadit.serve.service_info import Limits, ServiceInfo
 

@@ -14,8 +14,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
 from megadit.serve.launch.local_server import LocalServer
-from megadit.serve.page.studio import Studio
-from megadit.serve.page.variants import variants_of
+from megadit.serve.page.studio import Studio, variants_of
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
 from megadit.serve.service_info import AdapterInfo, Limits, ServiceInfo

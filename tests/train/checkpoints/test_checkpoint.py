@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.train.checkpoints.atomic_folders import reason_of
 from megadit.train.checkpoints.checkpoint import CheckpointStore, _delete_old
 from megadit.train.checkpoints.fixed_settings import _differ
+from megadit.train.checkpoints.writer import reason_of
 
 
 def full_disk():

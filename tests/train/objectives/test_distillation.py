@@ -17,9 +17,8 @@ from megadit.train.objectives.distillation import (
     sampling_steps,
     student_state,
 )
-from megadit.train.objectives.noise_levels import draw_sigma
+from megadit.train.objectives.noise_levels import draw_sigma, of_tokens
 from megadit.train.objectives.registry import OBJECTIVES, OF_STUDENTS
-from megadit.train.objectives.samples import of_tokens
 from tests.train.objectives.exact import DEVIATION, MEAN, MODEL, networks, of_normal, pack, sigma_of
 
 

@@ -17,8 +17,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.plan.estimate import estimate_step
 from megadit.train.plan.hardware import GPUS, find_gpu
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.memory import memory_of
-from megadit.train.plan.recompute import with_recompute
+from megadit.train.plan.memory import memory_of, with_recompute
 from megadit.train.plan.report import plan
 from megadit.train.plan.search import assess, rank_layouts, usable_memory
 from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of

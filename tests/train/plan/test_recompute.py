@@ -13,7 +13,7 @@ from megadit.models.shared import memory
 from megadit.models.shared.memory import GIB
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
-from megadit.train.plan.recompute import MARGIN, choice_in_words, needed_memory, with_recompute
+from megadit.train.plan.memory import MARGIN, choice_in_words, needed_memory, with_recompute
 from megadit.train.recipes import load_recipe
 
 JOB = Path(__file__).parents[1] / "jobs" / "recompute.py"
