@@ -57,7 +57,7 @@ from megadit.models.text_encoders import (
     load_text_encoder,
 )
 from megadit.models.text_encoders.image_encoder import RELEASED, ImageEncoder
-from megadit.models.text_encoders.released_t5 import RELEASED_FILES
+from megadit.models.text_encoders.t5 import RELEASED_FILES
 from megadit.models.text_encoders.token_ids import published_words
 from megadit.models.tokenizers import Autoencoder, VideoTokenizer, holds_tokenizer, load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.network import OURS

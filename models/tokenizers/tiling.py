@@ -2,12 +2,11 @@
 
 In time, a chunk begins `context` latent frames early, and their output is discarded; in space, neighbouring tiles
 overlap and are blended. This is exact for a tokenizer of independent patches (Haar), and an approximation for networks
-with normalisation or attention over a frame: `tiling_error` measures it.
+with normalisation or attention over a frame.
 
 Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -119,25 +118,3 @@ def _weight(tile: Tensor, ramp: int, above: bool, left: bool, below: bool, right
         return weight
 
     return along(tile.shape[-2], above, below)[:, None] * along(tile.shape[-1], left, right)
-
-
-@dataclass(frozen=True, slots=True)
-class TilingError:
-    psnr: float
-    """PSNR of the tiled against the untiled video, in dB, for values in [-1, 1]."""
-    seams: float
-    """Seam ratio: mean step of the difference across tile edges, over its mean step elsewhere; 1 means no seam."""
-
-
-def tiling_error(whole_BCTHW: Tensor, tiled_BCTHW: Tensor, tiles: Tiles, spatial: int) -> TilingError:
-    """Difference between a video decoded in tiles and the same decoded at once."""
-    difference = tiled_BCTHW.double() - whole_BCTHW.double()
-    mean_square = difference.square().mean().item()
-    steps_W = difference.diff(dim=-1).abs().mean(dim=(0, 1, 2, 3))
-    side, overlap = tiles.side * spatial, tiles.overlap * spatial
-    starts = _starts(whole_BCTHW.shape[-1], side, overlap)
-    edges = [start - 1 for start in starts[1:]] + [start + side - 1 for start in starts[:-1]]
-    is_edge = torch.zeros_like(steps_W, dtype=torch.bool)
-    is_edge[edges] = True
-    seams = (steps_W[is_edge].mean() / steps_W[~is_edge].mean()).item() if edges and mean_square else 1.0
-    return TilingError(math.inf if mean_square == 0 else -10 * math.log10(mean_square / 4), seams)

@@ -16,9 +16,10 @@ from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_archive import read_archive
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.released_cosmos import diffusers_names
-from megadit.models.tokenizers.tiling import Tiles, tiling_error
+from megadit.models.tokenizers.tiling import Tiles
 from tests.half_products import counted_half_products, without_half_products
 from tests.models.tokenizers.test_cosmos_image import write_jit
+from tests.models.tokenizers.test_tiling import tiling_error
 
 TO_RELEASED = (
     ("mid_block.resnets.0", "mid.block_1"),
