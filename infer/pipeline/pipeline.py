@@ -38,7 +38,6 @@ from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts,
 from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, no_weaker_denoiser, open_bundle
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
-from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.runtimes.distributed import DevicePlacement
 from megadit.infer.runtimes.load import (
     ExpertDenoiser,
@@ -73,7 +72,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.cli.setting import plain
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
-from megadit.models.text_encoders.base import on_device
+from megadit.models.text_encoders.base import TextFeaturesCache, on_device
 from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

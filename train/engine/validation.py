@@ -20,13 +20,13 @@ from megadit.infer.evaluate.window import window_of
 from megadit.infer.media.video_io import write_video
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo
-from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.models.host_to_device import levels_on
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
+from megadit.models.text_encoders.base import TextFeaturesCache
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 from megadit.train.checkpoints.sampling_defaults import sampling_defaults
 from megadit.train.config.rules import check_dataset

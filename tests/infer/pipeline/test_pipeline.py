@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from megadit.infer.conditioning.encode import EncodedConditioning
-from megadit.infer.pipeline import checkpoints, text_features
+from megadit.infer.pipeline import checkpoints
 from megadit.infer.pipeline.batches import solve
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.sampling.callbacks import Cancelled
 from megadit.infer.sampling.resolve import latent_size, resolve_settings, with_changed_defaults
 from megadit.infer.sampling.samplers import SAMPLERS
@@ -27,6 +26,8 @@ from megadit.models.diffusion.settings import SAMPLERS as TRAITS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.text_encoders import base as encoders
+from megadit.models.text_encoders.base import TextFeaturesCache
 from megadit.models.tokenizers import HaarTokenizer
 
 from ...half_products import without_half_products
@@ -315,7 +316,7 @@ def test_mistakes_are_told_before_the_network_is_asked(pipeline, arguments, mess
 
 def test_more_texts_than_are_remembered_are_still_encoded_once(monkeypatch):
     """Of one generation: while it samples, an encoder that has left would come back and stay."""
-    monkeypatch.setattr(text_features, "_CACHED", 2)
+    monkeypatch.setattr(encoders, "_CACHED", 2)
     encoded, encoder = [], HashedWordEncoder(dim=8)
 
     class Counting:

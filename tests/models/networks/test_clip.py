@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import CLIPTextEncoder, load_text_encoder
+from megadit.models.text_encoders.base import TextFeaturesCache
 from megadit.models.text_encoders.clip import SideBySide
 
 PLACES = 77
