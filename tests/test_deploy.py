@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megadit.infer.inspect.requirements import needs_of
+from megadit.infer.inspect.doctor import needs_of
 from megadit.infer.media.video_io import read_video
 from megadit.models.bundle import write_bundle
 from megadit.models.diffusion.settings import SamplingSettings
@@ -254,13 +254,13 @@ def test_the_extra_prepares_and_trains(image, tmp_path):
 
 
 def test_doctor_names_what_is_missing(monkeypatch, capsys):
-    from megadit.infer.inspect import doctor, requirements
+    from megadit.infer.inspect import doctor
 
     known = {"megadit": ["one>=2; extra == 'deploy'", "other; extra == 'train'"], "one": ["two"], "two": []}
-    monkeypatch.setattr(requirements.metadata, "metadata", lambda name: Extras())
-    monkeypatch.setattr(requirements.metadata, "requires", known.get)
+    monkeypatch.setattr(doctor.metadata, "metadata", lambda name: Extras())
+    monkeypatch.setattr(doctor.metadata, "requires", known.get)
     versions = {"megadit": "1.0", "one": "2.1", "two": "1.0"}
-    monkeypatch.setattr(requirements, "_version", versions.get)
+    monkeypatch.setattr(doctor, "_version", versions.get)
     assert doctor.main(["--extras", "deploy"]) == 0
     versions["one"] = "1.9"
     del versions["two"]
