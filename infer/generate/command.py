@@ -25,7 +25,7 @@ from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, 
 from megadit.infer.generate.options import GenerateOptions, parse, refuse
 from megadit.infer.generate.outputs import make_record, output_paths, read_record, repeated, save, save_long
 from megadit.infer.generate.specs import Grid, VideoSpec, load_media, video_grid
-from megadit.infer.media.contact_sheet import contact_sheet, middle_frame
+from megadit.infer.media.contact_sheet import contact_sheet, grid_columns, middle_frame
 from megadit.infer.media.signing import Marker, load_marker
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.infer.pipeline.adapters import NO_ADAPTER_INPUTS
@@ -261,7 +261,8 @@ def _write_contact_sheet(path: str, grid: Grid, videos: list[np.ndarray], mark: 
         videos = [middle_frame(video) for video in videos]
     captions = [f"{spec.prompt} · seed {spec.seed} · guidance {spec.settings.guidance:g}" for spec in grid.specs]
     fps = max(spec.settings.fps for spec in grid.specs)
-    write_video(path, contact_sheet(videos, captions, grid.num_columns), fps, mark=mark)
+    num_columns = grid.most_seeds if grid.most_seeds > 1 else grid_columns(len(videos))
+    write_video(path, contact_sheet(videos, captions, num_columns), fps, mark=mark)
 
 
 # --- `megadit generate --total_frames`: videos of any length, written window by window --------------------------------
@@ -290,7 +291,7 @@ def stories(grid: Grid, options: GenerateOptions, conditionings: Collection[str]
         for spec in others
     )
     refuse(not alike, "--story makes one video: its prompts need the same seed, settings and conditioning files")
-    return Grid(specs=[first], num_columns=1)
+    return Grid(specs=[first], most_seeds=1)
 
 
 def write_long_videos(

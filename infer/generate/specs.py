@@ -11,7 +11,6 @@ import numpy as np
 
 from megadit.infer.conditioning.items import VIDEO_TO_VIDEO, ConditioningFile, ConditioningItem, named_media
 from megadit.infer.generate.options import GenerateOptions, check_path, refuse
-from megadit.infer.media.contact_sheet import grid_columns
 from megadit.infer.media.video_io import read_video
 from megadit.infer.pipeline.adapters import ScaledAdapter, adapted_defaults, scaled_adapters
 from megadit.infer.sampling.guidance import guidance_scale
@@ -49,8 +48,8 @@ class Grid:
     """Videos in the order of (prompt, guidance, seed)."""
 
     specs: list[VideoSpec]
-    num_columns: int
-    """Videos in a row of the contact sheet: the seeds of one prompt and scale; near a square for a single seed."""
+    most_seeds: int
+    """Most seeds of one prompt and scale, which are a row of the contact sheet; near a square for a single seed."""
 
 
 def video_grid(options: GenerateOptions, defaults: SamplingSettings, recorded: SamplingSettings | None = None) -> Grid:
@@ -68,8 +67,7 @@ def video_grid(options: GenerateOptions, defaults: SamplingSettings, recorded: S
     specs = [spec for row in rows for spec in row]
     has_interval = any(spec.settings.adapter_interval for spec in specs)
     refuse(has_interval and not any(spec.adapters for spec in specs), "adapter_interval needs an adapter")
-    most_seeds = max(map(len, rows))
-    return Grid(specs=specs, num_columns=most_seeds if most_seeds > 1 else grid_columns(len(specs)))
+    return Grid(specs=specs, most_seeds=max(map(len, rows)))
 
 
 def _rows(
