@@ -7,6 +7,7 @@
 |                 | `unet.mid_block.attentions.0.proj_in.lora_A.weight`, `.lora.down.weight`        |
 | ComfyUI         | `diffusion_model.blocks.block0.blocks.0.block.attn.to_q.0.lora_A.weight`        |
 | kohya's scripts | `lora_unet_transformer_blocks_0_attn1_to_q.lora_down.weight`, and its `.alpha`  |
+| VideoX-Fun      | `lora_unet__blocks_0_self_attn_q.lora_down.weight`, and its `.alpha`            |
 
 A linear of another program may be some rows of one of ours, or the other way round: both are described by the rows of
 our fused weight that they compute, and `regroup` converts factors between them.
@@ -33,7 +34,7 @@ from megadit.models.storage.wrapped import WRAPPERS
 
 PREFIXES = (
     "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
-    "lora_unet_", "lora_transformer_", "lycoris_", "model.", "dit.", "net.",
+    "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_", "model.", "dit.", "net.",
 )  # fmt: skip
 """Prefixes of linears' names; one may follow another."""
 _ADAPTER = r"(?:\.[\w.-]+)?"

@@ -4,7 +4,7 @@
 |-----------------------------------------------|-------------------------------------------------|
 | `adapter_config.json`                         | PEFT's settings of the tensors in its folder    |
 | `lora_adapter_metadata` of the file's header  | the same, as diffusers writes them              |
-| one of `HEADER_ALPHAS` of the file's header   | alpha alone (kohya's scripts, LightX2V)         |
+| one of `HEADER_ALPHAS` of the file's header   | alpha alone (LightX2V)                          |
 | `megadit.json`, or `megadit` of the header    | network, weights and training, which we write   |
 
 The metadata is found for a path of the folder or of the file.
@@ -26,8 +26,9 @@ FOLDER_TENSORS = "adapter_model.safetensors"
 PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
 """File name of an adapter in its own folder, as diffusers writes it."""
 HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
-HEADER_ALPHAS = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
-"""Header keys with an alpha of all linears; the first one present is used."""
+HEADER_ALPHAS = ("lora_alpha", "network_alpha", "alpha")
+"""Header keys with an alpha of all linears; the first one present is used. Not `ss_network_alpha`: kohya's scripts and
+musubi write it beside alphas of each linear, and keep it where they convert these into the factors."""
 ORIGIN_KEYS = ("base", "training", "defaults")
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 19

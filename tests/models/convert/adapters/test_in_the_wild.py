@@ -267,6 +267,17 @@ def test_any_name_of_an_adapter_under_any_wrapper(adapter, prefix, tmp_path):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def test_names_of_videox_fun(tmp_path):
+    """Its prefix ends in the name of the network, which is empty."""
+    plain = kohya(factors(*LINEARS, alpha=torch.tensor(1.5)))
+    save_file(plain, tmp_path / "plain.safetensors")
+    save_file({f"lora_unet_{key.removeprefix('lora_unet')}": plain[key] for key in plain}, tmp_path / "a.safetensors")
+    expected, found = (read_adapter(tmp_path / f"{name}.safetensors", WAN).to_state() for name in ("plain", "a"))
+    assert found[0].keys() == expected[0].keys() and all(
+        torch.equal(found[0][key], expected[0][key]) for key in found[0]
+    )
+
+
 KINDS = {"oft_R.default": "an OFT", "oft_diag": "an OFT", "ia3_l": "an IA3", "vera_lambda_b": "a VeRA"}
 
 

@@ -56,7 +56,8 @@ def beside(**settings):
 PLACES = {
     # where it stands: (files beside, header, more tensors, name of the file, scale, what is said)
     "nowhere": ({}, {}, None, "lora", 1, UNSAID),
-    "a header without one": ({}, {"format": "pt", "ss_network_alpha": "None"}, None, "lora", 1, UNSAID),
+    "a header without one": ({}, {"format": "pt", "network_alpha": "None"}, None, "lora", 1, UNSAID),
+    "converted by musubi": ({}, {"ss_network_alpha": "1", "ss_network_dim": "3"}, None, "lora", 1, UNSAID),
     "peft's folder, by its file": (beside(lora_alpha=6), {}, None, "adapter_model", 2, "adapter_config.json"),
     "beside a file of another name": (beside(lora_alpha=6), {}, None, "lora", 2, "adapter_config.json"),
     "a pattern": (beside(lora_alpha=1, alpha_pattern={"q|k": 1}), {}, None, "adapter_model", None, "expressions"),
@@ -74,9 +75,9 @@ PLACES = {
         beside(lora_alpha=6), {"lora_adapter_metadata": '{"lora_alpha": 9}'}, None, "pytorch_lora_weights", 3, "header",
     ),
     **{
-        f"{name} of the header": ({}, {name: text}, None, "lora", scale, f"{name} of its header")
+        f"{name} {text} of the header": ({}, {name: text}, None, "lora", scale, f"{name} of its header")
         for name, text, scale in (
-            ("alpha", "6", 2), ("lora_alpha", "6.0", 2), ("network_alpha", "1.5", 0.5), ("ss_network_alpha", "0", 0),
+            ("alpha", "6", 2), ("lora_alpha", "6.0", 2), ("network_alpha", "1.5", 0.5), ("alpha", "0", 0),
         )
     },
     "float tensors": ({}, {}, each("alpha", torch.tensor(6.0)), "lora", 2, "alpha of each linear"),
