@@ -6,6 +6,7 @@
 - Files of torch.save with nested state dicts: `generator_ema` (DMD), `ema`, `model`, `state_dict`, ...
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ TORCH_MAGIC = (b"PK", b"\x80")
 """First bytes of a file of torch.save: a zip file, or of old a pickle."""
 NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
 """Keys of a network's state dict in files of torch.save, EMA weights first."""
+_COUNTERS = re.compile(r"n_averaged|initted|(global_)?step|iteration|epoch|num_updates")
+"""Names of single numbers beside the weights, as torch's `AveragedModel` and ema-pytorch keep them."""
 WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 """Infixes of DDP, torch.compile, FSDP and PEFT in names."""
 _QUANTISED = re.compile(r"\.(SCB|absmax|quant_map|quant_state\..*|qweight|qzeros|_data|weight_scale_inv)$")
@@ -30,7 +33,7 @@ _MOST_NESTED = 8
 _AVERAGE = re.compile(r"(^|[._])(ema|averaged?)([._]|$)")
 _OF_TRAINING = re.compile("optim|sched|scaler|rng")
 _OTHER_STATE = re.compile(
-    r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
+    r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|((online_)?model|net)(_ema)?|ema|optimizer)\."
 )
 """Prefixes of other tensors in files in which the network's tensors have a prefix."""
 _SCALES = (".scale_weight", ".weight_scale")
@@ -67,16 +70,15 @@ def open_tensor_file(path: Path) -> TensorSource:
 
 
 def _deeper(values: Mapping[Any, Any]) -> Any:
-    """The key of a state dict: one of `NESTED`, else the only one with tensors, of EMA weights and others that of EMA
-    weights."""
+    """The key of a state dict: the only one of EMA weights, else one of `NESTED`, else the only one with tensors."""
     known: dict[int, bool] = {}
     found = [key for key, value in values.items() if isinstance(value, dict) and _has_tensors(value, known)]
-    if usual := next((key for key in NESTED if key in found), None):
-        return usual
-    if any(isinstance(value, Tensor) for value in values.values()):
-        return None
     found = [key for key in found if not _OF_TRAINING.search(str(key))]
     ema_weights = [key for key in found if _AVERAGE.search(str(key))]
+    if usual := next((key for key in NESTED if key in (ema_weights or found)), None):
+        return usual
+    if not ema_weights and any(isinstance(value, Tensor) for value in values.values()):
+        return None
     chosen = ema_weights or found
     return chosen[0] if len(chosen) == 1 else None
 
@@ -107,7 +109,13 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
     Raises:
         UserError: for several networks, and for scales that fit no tensor.
     """
-    names = {WRAPPERS.sub("", name): name for name in source.stored}
+    names: dict[str, str] = {}
+    for name, stored in source.stored.items():
+        if _COUNTERS.fullmatch(name) and math.prod(stored.shape) == 1:
+            continue
+        other = names.setdefault(WRAPPERS.sub("", name), name)
+        if other != name:
+            raise UserError(f"{source.label} holds {other} and {name}, of which one must be removed")
     prefixes = _prefixes(names, marks)
     if "" not in prefixes and prefixes:
         ema_weights = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]

@@ -368,6 +368,17 @@ TRAINERS = {
         "model_ema_state_dict": RELEASED,
         "config": {"net": {"width": 8}},
     },
+    **{
+        f"averages, {key} beside {other}": {other: ZEROS, key: RELEASED}
+        for other, key in (("state_dict", "state_dict_ema"), ("model", "ema_params"), ("net", "net_ema"))
+    },
+    "AveragedModel of torch": {"n_averaged": torch.tensor(3), **prefixed("module.", RELEASED)},
+    "ema-pytorch": {
+        "initted": torch.tensor(True),
+        "step": torch.tensor(9),
+        **prefixed("online_model.", ZEROS),
+        **prefixed("ema_model.", RELEASED),
+    },
     "deeper": {"app": {"network": RELEASED, "rng": {"cpu": torch.ones(2)}}},
     "merged by PEFT": {"model": {name.replace("attn.q.", "attn.q.base_layer."): RELEASED[name] for name in RELEASED}},
 }
@@ -379,9 +390,15 @@ def test_files_of_other_trainers(values, tmp_path):
     assert all(torch.equal(found.read(name), tensor) for name, tensor in OURS.items())
 
 
-def test_of_two_networks_none_is_chosen(tmp_path):
-    with pytest.raises(UserError, match="holds no named tensors, only: student, teacher"):
-        open_published(one(tmp_path, {"student": RELEASED, "teacher": ZEROS}, "model.pt"))
+@pytest.mark.parametrize("names", [("student", "teacher"), ("model", "ema_0.999", "ema_0.9999")])
+def test_of_two_networks_none_is_chosen(names, tmp_path):
+    with pytest.raises(UserError, match=f"holds no named tensors, only: {', '.join(names)}"):
+        open_published(one(tmp_path, dict.fromkeys(names, RELEASED), "model.pt"))
+
+
+def test_a_tensor_under_two_names_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"holds (module\.)?(\S+) and module.\2, of which one must be removed"):
+        open_published(one(tmp_path, RELEASED | prefixed("module.", ZEROS), "model.pt"))
 
 
 @pytest.mark.parametrize("ending", ["SCB", "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "weight._data"])
