@@ -49,9 +49,15 @@ _QUALIFIES_CAPTION = frozenset(
     "scene llm vlm blip blip2 cogvlm llava qwen gpt gemini alt raw".split()
 )
 _SAYS_FILE = frozenset(
-    "file filename filepath path video image media img videoid filenames files videos images".split()
+    "file filename filepath path video image media img videoid vid filenames files videos images".split()
 )
 _QUALIFIES_FILE = frozenset("name names id relative rel absolute abs local clip clips".split())
+_SAYS_START = frozenset("start begin".split())
+_QUALIFIES_START = frozenset("time timestamp frame sec second seconds s ms clip video".split())
+_SAYS_SPAN = frozenset("timestamp timestamps times segment segments span spans interval intervals".split())
+_SAYS_SCORE = frozenset("aesthetic aesthetics aes".split())
+_SPAN = re.compile(r"[\[({][^\[\](){}]+[\])}]")
+"""Beginning and end of a part of a clip, as a table stores them."""
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -109,6 +115,17 @@ def file_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
     return _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE)
 
 
+@lru_cache(maxsize=4096)
+def _time_columns(columns: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Columns of where a part of a clip begins, and of beginning and end in one."""
+    return _chosen(columns, (), _SAYS_START, _QUALIFIES_START), _chosen(columns, (), _SAYS_SPAN, frozenset())
+
+
+@lru_cache(maxsize=4096)
+def _score_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
+    return _chosen(columns, ("aesthetic_score",), _SAYS_SCORE, frozenset({"score"}))
+
+
 def _chosen(
     columns: tuple[str, ...], usual: Sequence[str], say: frozenset[str], qualify: frozenset[str]
 ) -> tuple[str, ...]:
@@ -124,7 +141,7 @@ def _chosen(
 
 def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ...] | None:
     """The captions of a row or a description, without duplicates, in the columns `asked` for or in the usual one; () if
-    they are empty, None if no column has any.
+    they are empty or each describes another part of the clip, None if no column has any.
 
     Raises:
         ValueError: for half a surrogate pair, which UTF-8 cannot encode.
@@ -132,11 +149,22 @@ def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ..
     columns = asked or caption_columns(tuple(row))
     if not columns:
         return None
-    found = dict.fromkeys(text for column in columns for text in texts_of(row.get(column)))
+    texts = [text for column in columns for text in texts_of(row.get(column))]
+    spans = () if asked or len(texts) < 2 else _time_columns(tuple(row))[1]
+    if any(len(_SPAN.findall(str(row[column]))) == len(texts) for column in spans):
+        return ()
+    found = dict.fromkeys(texts)
     for text in found:
         if not text.isascii():
             text.encode()
     return tuple(found)
+
+
+def span_of(row: dict[str, Any]) -> str:
+    """The part of its clip that a row is about, for comparison with other rows; "" if it does not say."""
+    starts, spans = _time_columns(tuple(row))
+    begins = [str(row[column]) for column in starts if row[column] is not None]
+    return " ".join(begins + [span for column in spans for span in _SPAN.findall(str(row[column]))])
 
 
 def check_columns(asked: Iterable[str], columns: Iterable[str], where: str) -> None:
@@ -167,7 +195,7 @@ def texts_of(value: Any) -> list[str]:
         case list() | tuple():
             if value and all(isinstance(each, dict) and ("from" in each or "role" in each) for each in value):
                 return _answer(value)
-            if len(value) > 1 and all(isinstance(each, dict) and "start_frame" in each for each in value):
+            if len(value) > 1 and all(isinstance(each, dict) and _time_columns(tuple(each))[0] for each in value):
                 return []  # each describes another part of the clip
             if value and all(isinstance(each, dict) and {"idx", "content"} <= each.keys() for each in value):
                 # of ShareGPT4Video: of one frame each, and of the whole clip
@@ -229,10 +257,11 @@ def _answer(turns: list[dict[str, Any]]) -> list[str]:
 
 
 def score_in(row: dict[str, Any]) -> float | None:
-    """The `aesthetic_score` of a row or a description; None if it is no finite number."""
+    """The aesthetic score of a row or a description; None if it is no finite number."""
+    columns = _score_columns(tuple(row))
     try:
-        score = float(row.get("aesthetic_score"))
-    except (TypeError, ValueError, OverflowError):
+        score = float(row[columns[0]])
+    except (IndexError, TypeError, ValueError, OverflowError):
         return None
     return score if math.isfinite(score) else None
 

@@ -58,6 +58,13 @@ class Folder:
     def __contains__(self, name: str) -> bool:
         return self.place(name) is not None
 
+    def under(self, folder: str) -> Iterator[str]:
+        """The names that begin with `folder`, which ends in a slash."""
+        for place in range(bisect_left(self._names, folder), len(self._names)):
+            if not self._names[place].startswith(folder):
+                return
+            yield self._names[place]
+
     def holds(self, name: str) -> bool:
         """Whether a name is inside of the folder, existing or not."""
         return is_inner_name(name)

@@ -8,7 +8,7 @@
 | `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
 | any other table with captions whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
 | `captions.txt` as a CSV, or without a header a file and its caption in a line | Flickr8k |
-| `*.toml` with `caption_extension` | kohya, musubi |
+| `*.toml` with `caption_extension`, and with folders of masks and conditions | kohya, musubi, diffusion-pipe |
 """
 
 import tomllib
@@ -32,6 +32,8 @@ MEDIA_FOLDERS = frozenset("videos video images image clips media".split())
 TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "txt", "annotations")
 FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
 TEXT_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt", "texts.txt")
+CONDITION_FOLDERS = ("control_directory", "conditioning_data_dir", "control_path", "mask_path")
+"""Keys in `*.toml` of trainers: folders of pictures that go with those that are trained on."""
 LOOKED_AT = 20
 """Number of rows by which it is decided whether a table names files of the folder."""
 MOST_DOCUMENTS = 64
@@ -149,6 +151,8 @@ class Resolver:
 
     def __init__(self, folder: Folder, base: str) -> None:
         self._folder, self._base = folder, base
+        if base and not any(is_media_name(name) for name in folder.under(base)):
+            self._base = ""  # a folder of tables alone, whose files lie elsewhere, as OpenVid's
 
     def resolve(self, name: str) -> str | None:
         """The name of the file in the folder; None if there is none, or it is not clear which."""
@@ -161,6 +165,11 @@ class Resolver:
         if not self._folder.holds(name):
             return None
         return self._of_its_name(name) or self._without_suffix(name)
+
+    def resolve_folder(self, name: str) -> str | None:
+        """The name of a folder inside of the source, with a slash at its end; None if it has no files."""
+        inner = self._inner(f"{name.rstrip('/')}/")
+        return next((each for each in (self._base + inner, inner) if inner and any(self._folder.under(each))), None)
 
     def why_not(self, name: str) -> str:
         """The reason for a name that is none of a file; "" where the folder gives one itself."""
@@ -219,9 +228,20 @@ def caption_files(folder: Folder, name: str, extensions: Sequence[str] = ()) -> 
     return [each for each in dict.fromkeys(names) if each in folder]
 
 
-def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:
-    """`*.toml` of trainers -> the suffixes that they give captions; those that have none are left alone."""
-    found: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class Trainers:
+    """Settings in `*.toml` of trainers, of the files of a folder."""
+
+    names: tuple[str, ...]
+    """The documents with such settings; others are left alone."""
+    extensions: tuple[str, ...]
+    """Suffixes of captions."""
+    conditions: tuple[str, ...]
+    """Folders of masks and conditions, with a slash at their ends."""
+
+
+def read_trainers(folder: Folder) -> Trainers:
+    names, extensions, conditions = {}, {}, {}
     for name in folder.names():
         if not name.endswith(".toml"):
             continue
@@ -230,10 +250,14 @@ def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:
                 document = tomllib.loads(file.read(MAX_CAPTION_BYTES).decode())
             except (ValueError, RecursionError):
                 continue
+        resolver = Resolver(folder, name[: name.rfind("/") + 1])
         for part in _dicts_in(document):
             if isinstance(suffix := part.get("caption_extension"), str) and suffix.strip("."):
-                found[name] = f".{suffix.strip('. ')}"
-    return found, tuple(dict.fromkeys(found.values()))
+                names[name] = extensions[f".{suffix.strip('. ')}"] = None
+            for key in CONDITION_FOLDERS:
+                if isinstance(path := part.get(key), str) and (found := resolver.resolve_folder(path)):
+                    names[name] = conditions[found] = None
+    return Trainers(tuple(names), tuple(extensions), tuple(conditions))
 
 
 def _dicts_in(document: Any, depth: int = 0) -> Iterator[dict[str, Any]]:

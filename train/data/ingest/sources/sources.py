@@ -4,6 +4,7 @@ The order of sources depends on their names alone. Names inside tables are names
 found in the folder are opened.
 """
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from megadit.models.shared.captions import (
     files_of,
     is_blank,
     score_in,
+    span_of,
     texts_of,
 )
 from megadit.models.shared.documents import parse_json
@@ -36,14 +38,14 @@ from megadit.train.data.ingest.sources.layouts import (
     Resolver,
     Table,
     caption_files,
-    extensions_named,
     find_tables,
     named_table,
+    read_trainers,
     split_of,
 )
 from megadit.train.data.ingest.sources.listing import Listing, Reading, as_text, stamp_of
 from megadit.train.data.ingest.sources.rows import REST, TABLES, open_text
-from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, SUFFIXES, kinds_of
+from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, SUFFIXES, is_media_name, kinds_of
 from megadit.train.dataset.places import is_url
 
 LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
@@ -54,8 +56,12 @@ BY_FOLDER = "folders"
 MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
 NEW, LEFT_OUT, READ = -1, -2, -3
 """States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
+SEVERAL = -1
+"""In place of the hash of a span: rows describe several spans of a source."""
 MASKS = ("-masklabel", "-condlabel")
 """Ends of names, before the suffix, of pictures that OneTrainer keeps beside those it trains on."""
+_NUMBERED = re.compile(r"\d+[_.] *(?=\D)")
+"""The number of repeats, or of the class, that the folders of kohya's scripts and of CUB-200 begin with."""
 QUIET_ROWS = 50_000
 """Rows of a table that are read before progress is shown."""
 
@@ -108,6 +114,8 @@ class _Lister:
     listing: Listing = field(default_factory=Listing)
     _last_asked: array = field(init=False)
     """Use of each of the folder's names, in their order: a number in the listing, or `NEW`, `LEFT_OUT` or `READ`."""
+    _spans: array = field(default_factory=lambda: array("q"))
+    """The span that the captions of each source describe, as a hash; 0: not stated."""
     _moving: set[str] = field(default_factory=set)
     """Pictures of several frames."""
     _scopes: dict[str, str] = field(default_factory=dict)
@@ -131,15 +139,15 @@ class _Lister:
             for each in found:
                 if each.base.partition("/")[0] not in others:
                     self._read_table(each, is_named=table is not None)
-        extensions, suffixes = extensions_named(self.folder) if labels is None else ({}, ())
-        for name in extensions:
+        trainers = read_trainers(self.folder)
+        for name in trainers.names:
             self._mark(name, READ)
         for name in self.folder.names():
             if self._rank_of(name) != NEW or name.partition("/")[0] in others:
                 continue
             if not self._is_of_kind(name):
                 continue
-            if stem_of(name).endswith(MASKS):
+            if stem_of(name).endswith(MASKS) or name.startswith(trainers.conditions):
                 self._mark(name, LEFT_OUT)
                 self.listing.pass_over(name, "mask or condition of another picture")
             elif (scope := self._scope_of(name)) is not None:
@@ -148,14 +156,14 @@ class _Lister:
             elif labels is not None:
                 self._add(name, (_label(labels, name),))
             else:
-                self._add_with_side_caption(name, suffixes)
+                self._add_with_side_caption(name, trainers.extensions)
         self._account(others)
         return self.listing
 
     def _found_tables(self) -> list[Table]:
         return find_tables(self.folder, self.split, self.reading)
 
-    def _add(self, name: str, captions: tuple[str, ...], score: float | None = None) -> None:
+    def _add(self, name: str, captions: tuple[str, ...], score: float | None = None, span: int = 0) -> None:
         path = self.folder.path(name)
         number = self.listing.add(
             Source(
@@ -169,6 +177,8 @@ class _Lister:
             )
         )
         self._mark(name, LEFT_OUT if number is None else number)
+        if number is not None:
+            self._spans.append(span)
         if name in self._moving:
             self.listing.remarks.append(Skip(source=name, reason=MOVES, detail=""))
 
@@ -240,11 +250,17 @@ class _Lister:
             if is_new:
                 self._leave_out(name, f"{place}: {error}")
             return True
+        said = span_of(row)
+        span = hash(said) & (1 << 62) - 1 if said else 0
         if is_new:
-            self._add(name, captions, score)
+            self._add(name, captions, score, span)
         elif captions:
-            source = self.listing.sources[use]
-            caption, *more = dict.fromkeys((*source.captions, *captions))
+            source, before = self.listing.sources[use], self._spans[use]
+            if span and before and span != before:  # each is of another part
+                self._spans[use], every = SEVERAL, ("",)
+            else:
+                every = dict.fromkeys((*source.captions, *captions))
+            caption, *more = every
             self.listing.sources[use] = replace(source, caption=caption, more_captions=tuple(more))
         return True
 
@@ -284,7 +300,9 @@ class _Lister:
         """Folder's name -> words."""
         path = next(filter(None, map(self.folder.path, LABELS)), None)
         if path is None:
-            return {}
+            folders = {PurePosixPath(name).parent.name for name in self.folder.names() if is_media_name(name)}
+            are_numbered = all(map(_NUMBERED.match, folders))
+            return {name: _NUMBERED.sub("", name).replace("_", " ") for name in folders} if are_numbered else {}
         for name in (name for name in LABELS if self.folder.path(name) == path):
             self._mark(name, READ)
         try:

@@ -125,6 +125,63 @@ def test_sharegpt4video(tmp_path):
     assert captions(tmp_path, "video") == {"panda/a.mp4": ("a cat gets up",), "panda/b.mp4": ()}
 
 
+SPANS = [[0, 4], [4, 8]]
+ROW = {"video": "a.mp4", "caption": "a cat sits"}
+PARTS = {
+    "panda-70m": ([ROW | {"timestamp": f"{SPANS}", "caption": "['a cat sits', 'a dog runs']"}], ()),
+    "activitynet": ({"a": {"timestamps": SPANS, "sentences": ["a cat sits", "a dog runs"]}}, ()),
+    "a list": ([ROW | {"caption": [{"start": 0, "text": "a cat sits"}, {"start": 4, "text": "a dog runs"}]}], ()),
+    "koala-36m": ([ROW | {"timestamp": f"['0:00', '0:0{end}']"} for end in (4, 8, 4)], ()),
+    "internvid": ([ROW | {"Start_timestamp": start, "End_timestamp": "0:08"} for start in ("0:00", "0:04")], ()),
+    "of the same part": ([ROW | {"start time": 4.0, "caption": text} for text in ("one", "two")], ("one", "two")),
+    "of one part": ([ROW | {"times": [[0, 0], [0, 1]]}], ("a cat sits",)),
+    "times of other things": ([ROW | {"caption": ["one", "two"], "segments": [[0, 1, 2]]}], ("one", "two")),
+}
+
+
+@pytest.mark.parametrize(("rows", "wanted"), PARTS.values(), ids=PARTS)
+def test_captions_of_parts_are_no_captions_of_the_whole(rows, wanted, tmp_path):
+    write(tmp_path, {"a.mp4": b"", "captions.json": rows})
+    assert captions(tmp_path, "video") == {"a.mp4": wanted}
+
+
+def test_openvid(tmp_path):
+    """A table in a folder of tables alone; its scores have other names elsewhere."""
+    names = ("aesthetic score", "Aesthetic_Score", "aes", "aesthetics_score", "video_aesthetic", "aesthetic_score")
+    for number, name in enumerate(names):
+        root = tmp_path / str(number)
+        write(root, {"video/a.mp4": b"", "data/train/OpenVid-1M.csv": f"video,caption,{name}\na.mp4,a cat,5.5\n"})
+        (source,) = list_folder(root, "video").sources
+        assert (source.captions, source.aesthetic_score) == (("a cat",), None if name == "video_aesthetic" else 5.5)
+    write(tmp_path / "6", {"b/a.mp4": b"", "c/b.mp4": b"", "c/metadata.csv": "file_name,text\na.mp4,a cat\n"})
+    assert not any(captions(tmp_path / "6", "video").values()), "a folder with files of its own"
+
+
+@pytest.mark.parametrize("key", ["control_directory", "mask_path"])
+@pytest.mark.parametrize("place", ["control", "./control/", "{root}/control"])
+def test_folders_of_conditions_hold_nothing_to_train_on(key, place, tmp_path):
+    toml = f"[[datasets]]\nimage_directory = 'image'\n{key} = '{place.format(root=tmp_path)}'\n"
+    write(tmp_path, {"image/a.png": PICTURE, "image/a.txt": "a cat", "control/a.png": PICTURE, "set.toml": toml})
+    listing = list_folder(tmp_path, "image")
+    assert [source.name for source in listing.sources] == ["image/a.png"]
+    assert [(skip.source, skip.reason) for skip in listing.not_used] == [
+        ("control/a.png", "mask or condition of another picture")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("folders", "wanted"),
+    [
+        (("10_ohwx man", "1_man"), {"ohwx man", "man"}),
+        (("001.Laysan_Albatross", "002.Crow"), {"Laysan Albatross", "Crow"}),
+        (("100_meters", "long_jump"), {"100 meters", "long jump"}),
+    ],
+)
+def test_numbers_before_all_labels_are_none_of_their_words(folders, wanted, tmp_path):
+    write(tmp_path, {f"img/{folder}/{number}.png": PICTURE for number, folder in enumerate(folders)})
+    assert {text for (text,) in captions(tmp_path, table="folders").values()} == wanted
+
+
 def test_msr_vtt(tmp_path):
     """Several sentences for each clip, which are named without a suffix; the clips of a split alone."""
     document = {
@@ -178,6 +235,7 @@ TABLES = {
     "coco": {"annotations/train.json": {
         "images": [{"id": 1, "file_name": "a.png"}, {"id": 2, "file_name": "b.png"}],
         "annotations": [{"image_id": 2, "caption": "a dog"}, {"image_id": 1, "caption": "a cat"}]}},
+    "vidgen": {"VidGen.json": [{"vid": "a", "caption": "a cat"}, {"vid": "b", "caption": "a dog"}]},
     "toml": {"set.toml": "[general]\ncaption_extension = '.cap'\n", "a.cap": "a cat", "b.cap": "a dog"},
 }  # fmt: skip
 
