@@ -130,6 +130,14 @@ _KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *OPTIONS)
 """Keys of a line of a .jsonl prompt file in addition to its prompt; each means the option of that name."""
 
 
+_FLAG = re.compile(r"\s(--(?:w|h|f|d|s|g|l|n|i|fs|ar|v|no)\s+\S+|@@\S+)")
+"""Settings in lines of kohya's scripts, musubi and Midjourney, and CogVideo's file of a first frame."""
+_NO_FLAG = (
+    "no setting here, and would be read as words of the prompt; settings of single prompts are keys of a .jsonl file, "
+    'such as {"prompt": "a red seven", "width": 832, "seed": 3}'
+)
+
+
 def prompt_lines(path: str) -> list[dict[str, Any]]:
     """The lines of a prompt file, as objects that have a "prompt"."""
     if not path:
@@ -150,6 +158,9 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
         case ".json":
             return _listed(path, parse_json(text, path, is_by_hand=True))
         case ".txt" | "":
+            for number, line in numbered:
+                found = _FLAG.search(line)
+                refuse(found, f"{path}, line {number}: {found and found[1]!r} is {_NO_FLAG}")
             return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
     raise UserError(f"{path}: give prompts in a file that ends in .txt (one a line), .jsonl or .json (a list)")
 

@@ -42,6 +42,16 @@ def test_what_is_no_json_is_one_line(content, suffix, tmp_path):
         prompt_lines(str(tmp_path / f"prompts.{suffix}"))
 
 
+@pytest.mark.parametrize("words", ["--w 832 --h 480 --d 42", "--n blurry, dark --s 30", "--ar 16:9", "@@cat.png"])
+def test_settings_of_other_programs_are_no_words(words, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text(f"a dog -- by day, a--b @ home\na cat {words}\n")
+    with pytest.raises(UserError, match=rf"line 2: '({words[:2]}\S+).*' is no setting here.* keys of a .jsonl file"):
+        prompt_lines(str(path))
+    path.write_text("a dog -- by day, a--b @ home, git --amend now\n")
+    assert len(prompt_lines(str(path))) == 1
+
+
 def test_a_url_is_no_folder_to_write_to(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="s3://bucket/a.mp4 is a URL"):

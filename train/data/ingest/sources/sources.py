@@ -57,7 +57,7 @@ MOVES = "picture that moves, its first frame is used (megadit prepare videos use
 NEW, LEFT_OUT, READ = -1, -2, -3
 """States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
 SEVERAL = -1
-"""In place of the hash of a span: rows describe several spans of a source."""
+"""Replaces the hash of a span where rows describe several spans of a source."""
 MASKS = ("-masklabel", "-condlabel")
 """Ends of names, before the suffix, of pictures that OneTrainer keeps beside those it trains on."""
 _NUMBERED = re.compile(r"\d+[_.] *(?=\D)")
