@@ -6,10 +6,20 @@ from functools import cached_property
 
 import av
 import numpy as np
+from av.sidedata.sidedata import Type as SideDataType
 from PIL import Image
 
 from megadit.infer.decoding.colour import conversion, to_screen
 from megadit.infer.decoding.rules import TRANSPARENT, Rules, opaque
+
+
+def _unnamed(value: int) -> SideDataType:
+    member = object.__new__(SideDataType)
+    member._name_, member._value_ = f"UNNAMED_{value}", value
+    return member
+
+
+SideDataType._missing_ = _unnamed  # EXIF of JPEGs and views of spatial videos have no names in PyAV, which raises
 
 _UNSPECIFIED, _ITU709 = 2, 1
 _HD_LINES, _HD_COLUMNS = 720, 1280

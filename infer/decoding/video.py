@@ -118,6 +118,8 @@ class Video:
 
     def seek(self, time: int) -> bool:
         """Seeks to the last key frame before `time`; False if the container cannot."""
+        if self._stream.codec_context.pix_fmt == "pal8" and "mov" in self._container.format.name:
+            return False  # only its first packet has the palette
         try:
             self._container.seek(time, stream=self._stream, backward=True)
         except (av.FFmpegError, OSError):

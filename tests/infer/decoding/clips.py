@@ -11,6 +11,7 @@ from typing import Any
 
 import av
 import numpy as np
+from PIL import ExifTags, Image
 
 from .drawing import COUNT, FPS, HEIGHT, MATRICES, WIDTH, Row, frames, stored_as
 
@@ -67,6 +68,21 @@ def same_priority() -> Iterator[None]:
         os.sched_setscheduler(0, policy, parameters)
 
 
+def _of_photos(path: Path) -> None:
+    """JPEGs of a camera that was held upright, each with its EXIF, as `ffmpeg -c copy` makes a video of them."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = WIDTH, HEIGHT, "yuvj444p"
+        for number, shown in enumerate(frames()):
+            photo = io.BytesIO()
+            Image.fromarray(np.rot90(shown)).save(photo, "jpeg", exif=exif, subsampling=0)
+            packet = av.Packet(photo.getvalue())
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, FPS)
+            container.mux(packet)
+
+
 def video(name: str, codec: str = "libx264", pix_fmt: str = "yuv420p", **values: Any) -> Row:
     of_row = {key: values.pop(key) for key in list(values) if key in Row.__dataclass_fields__}
     return Row(name=name, make=partial(write, codec=codec, pix_fmt=pix_fmt, **values), needs=(codec,), **of_row)
@@ -95,6 +111,7 @@ CONTAINERS = [
     video("prores.mov", "prores_ks", "yuv422p10le"), video("qtrle.mov", "qtrle", "rgb24"),
     video("png.mov", "png", "rgb24"), video("ffv1.mkv", "ffv1"), video("ffv1.nut", "ffv1"),
     video("huffyuv.avi", "huffyuv", "yuv422p"), video("utvideo.avi", "utvideo", "yuv420p"),
+    Row(name="photos.avi", make=_of_photos), Row(name="photos.mov", make=_of_photos),
     video("v210.mov", "v210", "yuv422p10le"), video("magicyuv.avi", "magicyuv", "gbrp"),
 ]  # fmt: skip
 PIXELS = [
@@ -103,6 +120,7 @@ PIXELS = [
                     "gbrp10le", "yuv410p")
 ] + [
     video("gray.mkv", "ffv1", "gray", fields=[(87,) * 3, (122,) * 3, (58,) * 3, (128,) * 3]),
+    video("palette.mov", "rawvideo", "gray", fields=[(87,) * 3, (122,) * 3, (58,) * 3, (128,) * 3]),
     video("gbrp.mp4", "libx264rgb", "rgb24"), video("yuv444p.mp4", pix_fmt="yuv444p"),
     video("yuv420p10le.mp4", pix_fmt="yuv420p10le"),
     video("odd.mkv", "ffv1", "yuv444p", pictures=frames(height=65, width=97), size=(65, 97)),

@@ -161,9 +161,9 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
             thumbnails.append(luma)
             motion.append(change)
             is_damaged.append(frame.is_damaged)
-    if before is None:
-        raise UnusableSourceError("broken", "no frame can be decoded")
-    height, width = before.size
+        if before is None:
+            raise UnusableSourceError("broken", "no frame can be decoded")
+        height, width = before.size
     return Timeline(
         height, width, fps, pts, len(pts) / fps, np.stack(thumbnails), np.array(motion, np.float32),
         np.array(is_damaged), is_transparent, tuple(sorted(conversions)), video.is_regular,
