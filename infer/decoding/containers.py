@@ -29,9 +29,11 @@ def open_container(
         av.FFmpegError: if it is in none of these containers.
     """
     limit = pixel_limit(max_pixels)
-    with av.open(file, options={"format_whitelist": containers, "max_pixels": limit}) as container:
+    options = {"format_whitelist": containers, "max_pixels": limit}
+    with av.open(file, options=options, metadata_errors="replace") as container:  # titles have any encoding
         for stream in container.streams.video:
-            stream.codec_context.options = {"max_pixels": limit}
+            if stream.codec_context is not None:
+                stream.codec_context.options = {"max_pixels": limit}
         yield container
 
 

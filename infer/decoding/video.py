@@ -80,6 +80,8 @@ class Video:
             raise UnusableSourceError("broken", "it holds no video")
         is_default = av.stream.Disposition.default
         self._stream = next((stream for stream in streams if stream.disposition & is_default), streams[0])
+        if self._stream.codec_context is None:
+            raise UnusableSourceError("broken", "it is encrypted, or its codec is not known here")
         self._container, self._rules, self._beat, self._durations = container, rules, beat, durations
         self._stream.codec_context.thread_count = 1  # sources are read in parallel already
         self._stream.codec_context.flags |= Flags.unaligned  # else columns cropped at the left are shown

@@ -32,12 +32,14 @@ def write(
     matrix: Sequence[int] | None = None,
     aspect: Fraction | None = None,
     tags: dict[str, int] | None = None,
+    title: str = "",
     convert: Callable[[av.VideoFrame], av.VideoFrame] = lambda frame: frame,
 ) -> None:
     """`times` in milliseconds; `matrix` of display, `tags` of colour."""
     pictures = frames() if pictures is None else pictures
     file, movflags = path if hasattr(path, "write") else str(path), {"movflags": flags} if flags else {}
     with same_priority(), av.open(file, "w", format=format, options=movflags) as container:
+        container.metadata.update({"title": title} if title else {})
         stream = container.add_stream(codec, rate=rate, options=options or {})
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt, stream.thread_count = pix_fmt, 1
@@ -172,6 +174,28 @@ def _turned(name: str, suffix: str) -> Row:
 
 
 TURNED = [_turned(name, suffix) for name in MATRICES for suffix in ("mp4", "mov")]
+
+
+def _of_codec(path: Path, *, said: bytes, instead: bytes) -> None:
+    write(path)
+    path.write_bytes(path.read_bytes().replace(said, instead))
+
+
+def _titled(path: Path) -> None:
+    """A title in another encoding than UTF-8, which is what most containers promise and programs on Windows ignore."""
+    write(path, title="Cafe")
+    content = path.read_bytes()
+    assert b"Cafe" in content
+    path.write_bytes(content.replace(b"Cafe", b"Caf\xe9"))
+
+
+TITLED = [Row(name=f"titled.{suffix}", make=_titled) for suffix in ("avi", "mp4", "mkv", "flv")]
+UNDECODABLE = [
+    Row(name=name, make=partial(_of_codec, said=said, instead=instead), refused="broken")
+    for name, said, instead in (
+        ("encrypted.mp4", b"avc1", b"encv"), ("another_codec.mkv", b"V_MPEG4/ISO/AVC", b"V_ANOTHER_CODEC"),
+    )
+]  # fmt: skip
 ASPECTS = [
     video("wide.mp4", pictures=frames(width=48), aspect=Fraction(2)),
     video("narrow.mkv", pictures=frames(width=192), aspect=Fraction(1, 2)),
