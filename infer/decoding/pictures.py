@@ -9,13 +9,15 @@ from importlib import import_module
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from megadit.infer.decoding.animations import webp_size
 from megadit.infer.decoding.colour import profile_to_srgb
 from megadit.infer.decoding.rules import CONVERSIONS, Rules, UnusableSourceError, opaque
 from megadit.models.shared.errors import UserError
 
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+"""Bytes of one text, of which editors write long ones: Pillow limits all together to the same."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
 """Formats that only some builds of Pillow and its plugins read."""

@@ -128,6 +128,12 @@ def _app1(exif: bytes) -> PngImagePlugin.PngInfo:
     return info
 
 
+def _compressed(name: str, text: str) -> PngImagePlugin.PngInfo:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt(name, text, zip=True)
+    return info
+
+
 def _turned(orientation: int) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(stored_as(EXIF[orientation], picture(5))))
 
@@ -183,6 +189,7 @@ PICTURES = [
     *(_exif_still(orientation, "jpg") for orientation in EXIF),
     *(_exif_still(6, suffix) for suffix in ("png", "webp", "tif")),
     _still("app1.png", partial(_turned, 6), pnginfo=_app1(_exif(6).tobytes())),
+    _still("long_text.png", pnginfo=_compressed("XML:com.adobe.xmp", "x" * 3_000_000)),
     _still("xmp_in_app1.png", pnginfo=_app1(b"http://ns.adobe.com/xap/1.0/\0<x/>")),
 ]  # fmt: skip
 
