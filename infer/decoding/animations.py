@@ -1,4 +1,4 @@
-"""Animated WebP, PNG and GIF: detection and frame rate; frames of WebP, which ffmpeg does not decode."""
+"""Animated WebP, PNG, GIF and AVIF: detection and frame rate; frames of WebP, which ffmpeg does not decode."""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -13,7 +13,7 @@ from megadit.infer.decoding.rules import Rules
 
 HEAD_BYTES = 4096
 """Bytes from the beginning of a file that `is_animated` needs."""
-SUFFIXES = (".webp", ".png", ".apng")
+SUFFIXES = (".webp", ".png", ".apng", ".avif")
 """Suffixes of pictures that may be animated; a .gif always counts as a video."""
 MAX_BYTES = 1 << 28
 """Most bytes of a WebP, which the decoder reads whole."""
@@ -27,7 +27,7 @@ def is_animated(head: bytes) -> bool:
         return head[12:16] == b"VP8X" and bool(head[20:21]) and bool(head[20] & 2)
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return b"acTL" in head.partition(b"IDAT")[0]
-    return head.startswith(b"GIF8") and b"NETSCAPE2.0" in head
+    return head[4:12] == b"ftypavis" or (head.startswith(b"GIF8") and b"NETSCAPE2.0" in head)
 
 
 def is_webp(head: bytes) -> bool:

@@ -79,7 +79,8 @@ class Video:
         if not streams:
             raise UnusableSourceError("broken", "it holds no video")
         is_default = av.stream.Disposition.default
-        self._stream = next((stream for stream in streams if stream.disposition & is_default), streams[0])
+        streams = [stream for stream in streams if stream.disposition & is_default] or streams
+        self._stream = next((stream for stream in streams if stream.frames != 1), streams[0])  # AVIF's first is still
         if self._stream.codec_context is None:
             raise UnusableSourceError("broken", "it is encrypted, or its codec is not known here")
         self._container, self._rules, self._beat, self._durations = container, rules, beat, durations

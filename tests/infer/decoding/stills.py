@@ -217,6 +217,7 @@ ANIMATIONS = [
                    **options | ({"disposal": 2} if suffix == "gif" else {})),
     )
 ]  # fmt: skip
+ANIMATIONS += [_animation("even.avif", quality=95)]
 
 
 # --- no pictures --------------------------------------------------------------------------------------------------

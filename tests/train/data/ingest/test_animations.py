@@ -11,6 +11,7 @@ from megadit.infer.decoding import animations
 from megadit.infer.decoding.rules import TRANSPARENT, UnusableSourceError
 from megadit.train.data.ingest.clips.decode import read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.sources.sniff import kinds_of
 from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.prepare import command as prepare
 
@@ -42,13 +43,15 @@ def test_an_animation_is_a_video_with_its_rate_and_frames(tmp_path, make_pan, su
     assert off < (12 if suffix == ".gif" else 0.5), off  # a GIF has 256 colours
 
 
-@pytest.mark.parametrize("suffix", [".webp", ".png", ".gif"])
+@pytest.mark.parametrize("suffix", [".webp", ".png", ".gif", ".avif"])
 def test_a_still_picture_does_not_move(tmp_path, make_pan, suffix):
     path = tmp_path / f"still{suffix}"
     Image.fromarray(make_pan("china.jpg", 1, 64, 64)[0]).save(path)
     assert not animations.is_animated(path.read_bytes()[: animations.HEAD_BYTES])
     moving = write(tmp_path / f"moving{suffix}", make_pan("china.jpg", 3, 64, 64))
     assert animations.is_animated(moving.read_bytes()[: animations.HEAD_BYTES])
+    for name in (moving.name, "moving.of_no_suffix"):
+        assert kinds_of(name, lambda: moving.read_bytes()[: animations.HEAD_BYTES])[0] == "video"
 
 
 def test_frames_of_different_length_are_shown_as_long_as_they_last(tmp_path, make_pan):

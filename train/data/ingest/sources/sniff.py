@@ -99,7 +99,7 @@ def sniffed(head: bytes) -> tuple[Kind, str] | None:
     """Kind and format's name of a file with these first bytes; None if it is no picture and no known video."""
     if head[4:8] == b"ftyp":
         brand = _BRANDS.get(head[8:12])
-        return ("image", brand) if brand else None if head[8:11] == b"M4A" else ("video", "MP4")
+        return _moving(head, brand) if brand else None if head[8:11] == b"M4A" else ("video", "MP4")
     if head[:4] == b"RIFF" and head[8:12] in (b"AVI ", b"WEBP"):
         return ("video", "AVI") if head[8:12] == b"AVI " else _moving(head, "WebP")
     for offset, magic, kind, name in _MAGIC:
