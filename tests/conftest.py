@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, reason in _missing(item).items():
             item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+        if sys.version_info >= (3, 13) and "tritonserver" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(3600))  # the first one compiles the numpy 1 of Triton's stub
 
 
 def _missing(item: pytest.Item) -> dict[str, str]:
