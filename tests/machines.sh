@@ -43,10 +43,10 @@ prepare() { # sets where, as whom and within what the tests run on a machine of 
     non-root)
         [[ $(id -u) == 0 ]] || { left_out "nobody here is root" && return; }
         command -v setpriv >/dev/null || { left_out "there is no setpriv" && return; }
-        setpriv --reuid nobody --clear-groups sh -c "exec '$PYTHON' -c ''" 2>/dev/null ||
+        setpriv --reuid nobody --regid "$(id -g nobody)" --clear-groups sh -c "exec '$PYTHON' -c ''" 2>/dev/null ||
             { left_out "$PYTHON lies in a folder that other users may not enter" && return; }
         COPY=${COPY:-megadit} OWNER=nobody
-        WITHIN+=(setpriv --reuid nobody --clear-groups)
+        WITHIN+=(setpriv --reuid nobody --regid "$(id -g nobody)" --clear-groups)
         ;;
     offline)
         local user=-n # only root needs no user of its own, in which it could not become another one
