@@ -4,6 +4,7 @@ Seen with OpenVINO 2026.4: a process that has computed here dies of SIGSEGV when
 loader). Commands that sample fork none.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +109,8 @@ class OpenVinoNetwork:
 def split_products(model) -> None:
     """Computes queries, keys and values by a product each, in place of one that is split: its parts would be copied.
 
-    Products of weights in eight bits, and those with biases, are left as they are.
+    Products of weights in eight bits, those with biases, and those whose split parts are not of channels are left as
+    they are.
     """
     operators = load_openvino().opset13
     for split in model.get_ordered_ops():
@@ -121,9 +123,14 @@ def split_products(model) -> None:
         weight, (axis, sizes) = product.input_value(1).get_node(), (split.input_value(i).get_node() for i in (1, 2))
         if any(node.get_type_name() != "Constant" for node in (weight, axis, sizes)):
             continue
-        num_tokens_axes = len(product.get_output_partial_shape(0)) - 1
-        groups = [side.get_length() for side in list(grouped.get_output_partial_shape(0))[num_tokens_axes:]]
-        axis = axis.data.item() - num_tokens_axes + 1
+        *of_tokens, _ = product.get_output_partial_shape(0)
+        sides, num_tokens_axes = list(grouped.get_output_partial_shape(0)), len(of_tokens)
+        groups = [side.get_length() if side.is_static else 0 for side in sides[num_tokens_axes:]]
+        if sides[:num_tokens_axes] != of_tokens or math.prod(groups) != weight.data.shape[1]:
+            continue
+        axis = axis.data.item() % len(sides) - num_tokens_axes + 1
+        if axis < 1:
+            continue
         grouped_weight, ends = weight.data.reshape(len(weight.data), *groups), np.cumsum(sizes.data)
         for place, part in enumerate(np.split(grouped_weight, ends[:-1], axis)):
             matrix = np.ascontiguousarray(part.reshape(len(part), -1))

@@ -1,8 +1,9 @@
 """Sizes from which a variant is faster than the one after it: measured once for a machine, and kept.
 
-Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set,
-number of threads and size. `tune_for_cpu` times both in turns, in some 0.3 s, and keeps what it found in the
-user's cache. Until then, where nothing can be written, and with MEGADIT_VARIANTS=rule, a rule decides.
+Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set, number
+of threads and size. `tune_for_cpu` times both in turns, in some 0.3 s, and keeps what it found in the user's cache;
+freed memory is kept before, or page faults would be timed too. Until then, where nothing can be written, and with
+MEGADIT_VARIANTS=rule, a rule decides.
 """
 
 import ctypes

@@ -150,6 +150,35 @@ def test_queries_keys_and_values_are_a_product_each(compared):
     assert ours == theirs + 2 * compared.config.num_layers
 
 
+@pytest.mark.parametrize(("sides", "axis"), [((-1, 2, 2, 4), 3), ((2, -1, 8), 0), ((-1, 2, 4), -2), ((-1, 2, 4), 2)])
+def test_any_product_that_is_split_gives_what_it_gave(tmp_path, sides, axis):
+    """Of channels or not: of the first two, parts are of tokens too, so that they are split as they were."""
+    weight = np.arange(32, dtype=np.float32).reshape(4, 8)
+    constants = [onnx.numpy_helper.from_array(np.array(value), name) for name, value in (("w", weight), ("s", sides))]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["xw"]),
+        helper.make_node("Reshape", ["xw", "s"], ["grouped"]),
+        helper.make_node("Split", ["grouped", "parts"], ["a", "b"], axis=axis),
+        helper.make_node("Sub", ["a", "b"], ["y"]),
+    ]
+    half = {3: 2, 0: 1, -2: 1, 2: 2}[axis]
+    constants.append(onnx.numpy_helper.from_array(np.array([half, half]), "parts"))
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", ["n", 4]), ("y", None))
+    )
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y], constants), opset_imports=[helper.make_opsetid("", 18)], ir_version=9
+    )
+    onnx.save(model, tmp_path / "denoiser.onnx")
+    rows = Axis(name="n", min=2, opt=4, max=8, step=2)
+    spec = NetworkSpec(name="denoiser", inputs=(TensorSpec(name="x", dtype="float32", axes=(rows, 4)),), output="y")
+    network = OpenVinoNetwork(tmp_path / "denoiser.onnx", spec)
+    for n in (4, 6, 2):
+        given = torch.randn(n, 4)
+        a, b = np.split((given.numpy() @ weight).reshape(sides), 2, axis)
+        assert np.allclose(network({"x": given}, a.shape).numpy(), a - b, atol=1e-4)
+
+
 def test_one_that_differs_is_not_recorded(exported, monkeypatch, tmp_path):
     """Negative control: networks whose outputs are a thousandth off."""
 

@@ -250,8 +250,7 @@ class _Lister:
             if is_new:
                 self._leave_out(name, f"{place}: {error}")
             return True
-        said = span_of(row)
-        span = hash(said) & (1 << 62) - 1 if said else 0
+        span = hash(span_of(row)) & (1 << 62) - 1
         if is_new:
             self._add(name, captions, score, span)
         elif captions:
