@@ -42,16 +42,16 @@ _UNSEEN = frozenset("Cc Cf Zs Zl Zp".split())
 """Unicode's categories of characters that are not seen."""
 _SAYS_CAPTION = frozenset(
     "caption captions text texts prompt prompts description descriptions cap recaption sentence sentences comment "
-    "response".split()
+    "response content".split()
 )
 _QUALIFIES_CAPTION = frozenset(
-    "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
-    "scene llm vlm blip blip2 cogvlm llava qwen gpt gemini alt raw".split()
+    "long short brief summary detailed dense full refined rewritten final generated merged clean en english video "
+    "image clip scene llm vlm blip blip2 cogvlm llava qwen gpt gemini alt raw".split()
 )
 _SAYS_FILE = frozenset(
-    "file filename filepath path video image media img videoid vid filenames files videos images".split()
+    "file filename filepath path video image media img clip videoid vid filenames files videos images clips".split()
 )
-_QUALIFIES_FILE = frozenset("name names id relative rel absolute abs local clip clips".split())
+_QUALIFIES_FILE = frozenset("name names id relative rel absolute abs local".split())
 _SAYS_START = frozenset("start begin".split())
 _QUALIFIES_START = frozenset("time timestamp frame sec second seconds s ms clip video".split())
 _SAYS_SPAN = frozenset("timestamp timestamps times segment segments span spans interval intervals".split())
@@ -105,20 +105,21 @@ def decoded(content: bytes, encoding: str | None = None) -> str:
 @lru_cache(maxsize=4096)
 def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
     """Return the caption column of a row (at most one): the first of the usual names, else one composed of their words
-    (`caption_long`, `video_description`), never `caption_score` or `negative_prompt`."""
-    return _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)[:1]
+    (`caption_long`, `video_description`), never `caption_score` or `negative_prompt`, else the title."""
+    found = _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)
+    return (found or _chosen(columns, ("title",)))[:1]
 
 
 @lru_cache(maxsize=4096)
 def file_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the columns that may hold the file name of a row, the likeliest first."""
-    return _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE)
+    """Return the columns that may hold the file name of a row, the likeliest first; `id` only where there is none."""
+    return _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE) or _chosen(columns, ("id",))
 
 
 @lru_cache(maxsize=4096)
 def _time_columns(columns: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Columns of where a part of a clip begins, and of beginning and end in one."""
-    return _chosen(columns, (), _SAYS_START, _QUALIFIES_START), _chosen(columns, (), _SAYS_SPAN, frozenset())
+    return _chosen(columns, (), _SAYS_START, _QUALIFIES_START), _chosen(columns, (), _SAYS_SPAN)
 
 
 @lru_cache(maxsize=4096)
@@ -127,7 +128,10 @@ def _score_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _chosen(
-    columns: tuple[str, ...], usual: Sequence[str], say: frozenset[str], qualify: frozenset[str]
+    columns: tuple[str, ...],
+    usual: Sequence[str],
+    say: frozenset[str] = frozenset(),
+    qualify: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
     plain = {column: _CAMEL.sub("_", str(column).strip()).lower() for column in columns if column is not None}
     exact = [column for name in usual for column, other in plain.items() if other == name]

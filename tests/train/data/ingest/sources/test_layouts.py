@@ -358,7 +358,9 @@ def test_splits_are_kept_apart(tmp_path):
 def test_words_that_make_a_column(tmp_path):
     assert caption_columns(("video", "caption_score", "long_caption")) == ("long_caption",)
     assert caption_columns(("name", "negative_prompt", "num_captions")) == ()
-    assert file_columns(("relative_path", "name", "pathology")) == ("relative_path",)
+    assert caption_columns(("title", "content_type", "short_text")) == ("short_text",)
+    assert file_columns(("relative_path", "name", "pathology", "id")) == ("relative_path",)
+    assert file_columns(("clip_score", "id", "clip_name")) == ("clip_name",)
     assert captions_in({"caption": float("nan")}) == () and captions_in({"caption": "['a', \"b's\"]"}) == ("a", "b's")
     assert captions_in({"caption": 7}) == ("7",) and captions_in({"words": "a"}) is None
 
@@ -593,6 +595,13 @@ OF_TOOLS = {
     "blanks before quotes": {"metadata.csv": 'file_name, text\na.png, "a cat"\nb.png, "a dog"\n'},
     "commas in a tsv": {"metadata.tsv": CSV},
     "suffix in capitals": {"metadata.csv": CSV.replace("png", "PNG")},
+    "Vript": {"vript.jsonl": lines(*({"clip_id": n, "caption": {"shot_type": "Close-up", "content": text}}
+                                     for n, text in PAIRS))},
+    "VATEX": {"vatex.json": [{"videoID": n, "enCap": [text], "chCap": ["x"]} for n, text in PAIRS]},
+    "ActivityNet": {"train.json": {n: {"timestamps": [[0, 8]], "sentences": [text]} for n, text in PAIRS}},
+    "Charades": {"train.csv": CSV.replace("file_name,text", "id,descriptions").replace(".png", "")},
+    "OpenHumanVid": {"a.csv": CSV.replace("file_name,text", "path,summary_caption")},
+    "titles": {"a.csv": CSV.replace("text", "title")},
     "lists in a CSV": {"a.csv": 'images,text\n"[""a.png""]",a cat\n"[""b.png""]",a dog\n'},
 }  # fmt: skip
 
