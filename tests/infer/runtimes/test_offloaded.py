@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import weakref
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.offloaded import load_offloaded_dit
@@ -98,19 +98,19 @@ def test_at_most_one_block_more_than_stay_has_weights(directory, resident):
 
 
 def test_weights_that_left_are_gone(directory):
-    """By weak references to what was fetched: nothing else holds on to it."""
+    """By weak references to the memory of what was fetched: nothing else holds on to it."""
     dit, seen = streamed(directory, 2), []
     fetch, most = dit.blocks._fetch, []
 
     def noted(name):
         weights = fetch(name)
-        seen.append([weakref.ref(tensor) for tensor in weights.values()])
+        seen.append([StorageWeakRef(tensor.untyped_storage()) for tensor in weights.values()])
         return weights
 
     dit.blocks._fetch = noted
     for block in dit.blocks.values():
         block.register_forward_hook(
-            lambda *_: most.append(sum(any(one() is not None for one in block) for block in seen))
+            lambda *_: most.append(sum(any(not memory.expired() for memory in block) for block in seen))
         )
     ask(dit, calls=2)
     # one stays, and was fetched before: of the others one computes and one is on its way
