@@ -14,6 +14,8 @@ WIDE = {
     12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),  # Display P3
 }
 """Primaries by their numbers in H.273: x and y of red, green and blue. White is D65."""
+NOT_CONVERTED = {8: "YCgCo", 11: "Y'D'zD'x", 14: "ICtCp", 15: "IPT-C2", 16: "YCgCo-Re", 17: "YCgCo-Ro"}
+"""Matrices by their numbers in H.273 that ffmpeg would read as BT.601."""
 _SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
 _WHITE_NITS = 203.0
 """Luminance of diffuse white in HLG and PQ, in nits (BT.2408)."""

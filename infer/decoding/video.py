@@ -17,6 +17,7 @@ import numpy as np
 from av.codec.context import Flags
 
 from megadit.infer.decoding import animations
+from megadit.infer.decoding.colour import NOT_CONVERTED
 from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
 from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
@@ -172,6 +173,8 @@ class Video:
                 return
             planes = alpha.decode(packet) if alpha else []
             for number, frame in enumerate(frames):
+                if matrix := NOT_CONVERTED.get(frame.colorspace):
+                    raise UnusableSourceError("unknown colours", f"{matrix}, which is not converted to RGB here")
                 is_damaged = frame.is_corrupt or (is_damaged and not frame.key_frame)
                 yield frame, planes[number] if number < len(planes) else None, is_damaged, follows_loss
                 follows_loss = False

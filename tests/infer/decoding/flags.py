@@ -127,6 +127,8 @@ FLAGS = [
     _flagged("hlg.mp4", 18, 9, coded(BT2020, 18)), _flagged("hlg.mov", 18, 9, coded(BT2020, 18)),
     _flagged("pq.mp4", 16, 9, coded(BT2020, 16)), _flagged("pq.mkv", 16, 9, coded(BT2020, 16)),
     _flagged("bt2020.mp4", 14, 9, coded(BT2020, 14)), _flagged("p3.mp4", 1, 12, coded(P3, 1)),
+    *(video(f"matrix_{number}.mkv", "libx265", "yuv444p", tags={"colorspace": number}, refused="unknown colours",
+            options={"x265-params": "log-level=none"}) for number in (8, 14)),
     Row(name="top_first.mpg", make=partial(_interlaced, top_first=True), numbers=None),
     Row(name="bottom_first.mpg", make=partial(_interlaced, top_first=False), numbers=None),
     Row(name="damaged.mp4", make=_damaged, numbers=(*range(14), *range(24, 36)), refused="damaged",
