@@ -420,7 +420,7 @@ def test_a_table_without_captions_is_named(tmp_path, make_clip, make_pan):
     (tmp_path / "metadata.csv").write_text("file_name,words\na.mp4,a temple\n")
     with pytest.raises(UserError, match="metadata.csv has no column of captions; name it one of caption, text"):
         list_folder(tmp_path, "video")
-    (tmp_path / "metadata.csv").write_text("clip,caption\na.mp4,a temple\n")
+    (tmp_path / "metadata.csv").write_text("number,caption\na.mp4,a temple\n")
     with pytest.raises(UserError, match="metadata.csv has no column of files"):
         list_folder(tmp_path, "video")
 
