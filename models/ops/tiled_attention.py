@@ -9,7 +9,11 @@ Shapes: B batch, N heads, S queries, L keys, K head dim, s queries of a tile.
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import Barrier
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +28,7 @@ TILE = 256
 FEWEST, MOST_KEYS = 512, 8192
 """Minimum queries and keys, and maximum keys, for which it is faster: with more keys a tile exceeds the caches."""
 MOST_THREADS = 2
-"""Maximum threads for which it was measured: they share a tile, where each has heads of its own in torch's kernel."""
+"""Maximum threads for which it was measured."""
 
 
 def _contestants(num_scores: int) -> tuple[Callable, Callable]:
@@ -62,10 +66,13 @@ class TiledAttention(torch.autograd.Function):
     def forward(ctx, q, k, v):
         ctx.save_for_backward(q, k, v)
         out = _like(q)
-        for b, n in _heads(q):
+
+        def attend(b: int, n: int) -> None:
             v_KL = v[b, n].contiguous().t()
             for rows, p_sL in _probabilities(q[b, n], k[b, n]):
                 out[b, n, rows] = onednn_product(p_sL.to(v.dtype), v_KL)
+
+        _for_each_head(q, attend)
         return out
 
     @staticmethod
@@ -73,10 +80,13 @@ class TiledAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v = ctx.saved_tensors
         grad_q, grad_k, grad_v = _like(q), _like(k), _like(v)
-        for b, n in _heads(q):
+
+        def differentiate(b: int, n: int) -> None:
             grads = _backward_of_head(grad[b, n].contiguous(), q[b, n], k[b, n], v[b, n], grad_q[b, n])
             # cast, then transposed: both at once takes longer
             grad_k[b, n], grad_v[b, n] = (grad_KL.to(q.dtype).t() for grad_KL in grads)
+
+        _for_each_head(q, differentiate)
         scale = q.shape[-1] ** -0.5
         return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
 
@@ -108,8 +118,44 @@ def _wide(x: Tensor) -> Tensor:
     return x.contiguous().float()  # both at once takes longer
 
 
-def _heads(x_BNSK: Tensor) -> Iterator[tuple[int, int]]:
-    return itertools.product(range(x_BNSK.shape[0]), range(x_BNSK.shape[1]))
+def _for_each_head(x_BNSK: Tensor, compute: Callable[[int, int], None]) -> None:
+    """compute(b, n) for all heads, each in one thread: products as small as a tile's gain little from several.
+
+    What is computed does not depend on the number of threads.
+    """
+    heads = list(itertools.product(*map(range, x_BNSK.shape[:2])))
+    threads, is_inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    def share(first: int) -> None:
+        with torch.inference_mode(is_inference), torch.no_grad():  # each thread has modes of its own
+            for head in heads[first::threads]:
+                compute(*head)
+
+    if threads == 1:
+        share(0)
+    else:
+        list(_threads_of_one(threads).map(share, range(threads)))
+
+
+@cache
+def _threads_of_one(number: int) -> ThreadPoolExecutor:
+    """A pool of threads in each of which torch uses that one alone."""
+    all_there = Barrier(number + 1)
+
+    def begin() -> None:
+        torch.get_num_threads()  # else the first operation would take the process's number
+        torch.set_num_threads(1)  # this thread's, and that of threads that begin after it
+        all_there.wait()
+
+    pool = ThreadPoolExecutor(number, "heads", begin)
+    for _ in range(number):
+        pool.submit(int)
+    all_there.wait()
+    torch.set_num_threads(number)
+    return pool
+
+
+os.register_at_fork(after_in_child=_threads_of_one.cache_clear)
 
 
 def _like(x_BNSK: Tensor) -> Tensor:

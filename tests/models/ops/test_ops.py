@@ -6,6 +6,7 @@ A variant that no case reaches fails, unless it needs a GPU and there is none; a
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -399,6 +400,28 @@ def test_attention_of_the_reference_is_torch_sample_by_sample(cross):
                 heads = (x[:, 0].transpose(0, 1) for x in (q[here], k[there], v[there]))
                 expected = F.scaled_dot_product_attention(*heads).transpose(0, 1).flatten(1)
                 torch.testing.assert_close(out[here, 0], expected)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_tiles_are_the_same_to_the_bit_with_any_number_of_threads(is_inference, monkeypatch):
+    monkeypatch.undo()
+    before, found = torch.get_num_threads(), []
+    q, k, v, grad = torch.randn(4, 2, 3, 300, 16).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        if is_inference:
+            with torch.inference_mode():
+                found.append([tiled_attention.TiledAttention.apply(q, k, v)])
+        else:
+            out = tiled_attention.TiledAttention.apply(q, k, v)
+            found.append([out, *torch.autograd.grad(out, leaves, grad)])
+        assert torch.get_num_threads() == threads
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == threads, "of threads that begin later"
+    torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for one in found[1:] for pair in zip(found[0], one, strict=True))
+    torch.testing.assert_close(found[0][0], F.scaled_dot_product_attention(q, k, v))
 
 
 def test_a_tile_in_the_wrong_place_is_seen(monkeypatch):
