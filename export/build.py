@@ -64,7 +64,7 @@ class ExportSettings:
         repeated=True,
     )
     adapter_rank: int | None = setting(
-        None, "maximum rank of a request's adapters together; they are inputs of the denoiser (default: none)", low=1
+        None, "maximum total rank of a request's adapters, which are inputs of the denoiser (default: none)", low=1
     )
     adapter_targets: tuple[str, ...] = setting(
         (),

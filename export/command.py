@@ -24,7 +24,7 @@ class ExportOptions:
     out: str = setting(help="new bundle; not written if the export fails", positional=True, metavar="OUT")
     format: Literal["onnx", "openvino", "tensorrt"] = setting(
         "onnx",
-        "onnx: graphs; openvino: graphs, compared there, too; tensorrt: graphs and engines (default: onnx)",
+        "onnx: graphs; openvino: also compared in OpenVINO; tensorrt: also engines (default: onnx)",
     )
     export: ExportSettings = group(ExportSettings)
     calibration_prompts: str | None = setting(

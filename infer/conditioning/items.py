@@ -31,7 +31,7 @@ VIDEO_TO_VIDEO = "remake"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ConditioningItem:
-    """Conditioning medium: a video or image, and its kind; resized where the size differs.
+    """A conditioning image or video, and its kind; resized to the video that is generated.
 
     Raises:
         UserError: for frames of another dtype or shape, an unknown kind, or fields that do not fit the kind.

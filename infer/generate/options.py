@@ -80,7 +80,7 @@ class GenerateOptions(ConditioningOptions):
     )
     story: bool = setting(
         False,
-        "take the prompts as those of one video, one for each window of --total_frames, the last for all that follow",
+        "one video of all prompts: each is for one window of --total_frames, the last for all that follow",
     )
     keep_first: bool = setting(
         False,
@@ -126,11 +126,11 @@ class GenerateOptions(ConditioningOptions):
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     tokenizer_model: str = _path(
-        "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
+        "directory of the video tokenizer, in place of the checkpoint's copy; another one is refused"
     )
     tokenizer_cache_dir: str = _path("directory in which --tokenizer_model is looked up")
     t5_cache_dir: str = _path(
-        "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
+        "directory of the text encoder, in place of the checkpoint's copy; another one is refused"
     )
     num_devices: int | None = setting(None, "expected number of torchrun's processes; any other is refused")
     cfg_parallel: bool = setting(

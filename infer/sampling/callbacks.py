@@ -1,8 +1,8 @@
 """Progress of a generation: a callback after every denoiser call, which may preview and may cancel it.
 
-A GPU computes behind the host, which could launch all calls before the first is done. Where somebody is told of them,
-the host waits for the call two before (and once for the first): progress, deadlines and cancelling are at most two
-calls ahead of the GPU, which always has the next call to go on with.
+A GPU computes behind the host, which could launch all calls before the first is done. With a callback the host waits
+for the call two before (and once for the first): progress, deadlines and cancelling are at most two calls ahead of the
+GPU, which always has the next call to go on with.
 """
 
 from collections import deque

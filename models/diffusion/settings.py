@@ -94,7 +94,7 @@ class SamplingSettings:
     )
     """arXiv 2207.12598."""
     num_frames: int = setting(
-        help="number of frames, any; 1 makes an image",
+        help="number of frames; 1 makes an image",
         above=0,
         served=True,
         names=("--num_video_frames", "--num_frames"),
@@ -113,7 +113,7 @@ class SamplingSettings:
     sigmas: tuple[float, ...] = setting((), "explicit noise levels, decreasing, in place of a schedule")
     shift: float | Literal["auto", "auto_video"] = setting(
         1.0,
-        "factor of all noise levels; auto: chosen by the resolution; auto_video: also by the number of frames",
+        "flow shift: factor of all noise levels; auto: by the resolution; auto_video: also by the number of frames",
         above=0,
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""

@@ -84,8 +84,8 @@ class BundleOptions:
     )
     average: tuple[str, ...] = setting(
         (),
-        "bundle of the same network whose weights are averaged with the bundle's own, and their weight beside its 1 "
-        "(default: 1); repeat for several",
+        "bundle of the same network to average with, and its weight relative to 1 of the bundle (default: 1); "
+        "repeat for several",
         repeated=True,
         metavar="PATH[:WEIGHT]",
     )

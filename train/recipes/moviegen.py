@@ -1,4 +1,4 @@
-"""MovieGen's networks (arXiv 2410.13720) under the names and with the numbers of NeMo's `ditllama` factories.
+"""MovieGen's networks (arXiv 2410.13720) under the names and with the settings of NeMo's `ditllama` factories.
 
 Their text passes the MLP only (`model.compat=nemo` builds that); here it is added to the tokens, as the paper has it.
 """
@@ -24,7 +24,7 @@ _FSDP = ParallelConfig(data_parallel="fsdp")
 
 @recipe
 def mock_ditllama5b_8k() -> RunConfig:
-    """Fifteen steps of MovieGen-5B on mock clips of 8,192 tokens, with the numbers of NeMo's `mock_ditllama5b_8k`.
+    """Fifteen steps of MovieGen-5B on mock clips of 8,192 tokens, with the settings of NeMo's `mock_ditllama5b_8k`.
 
     Command: torchrun --nnodes 2 --nproc-per-node 8 -m megadit.train --recipe mock_ditllama5b_8k
     Hardware: 16 GPUs with 80 GB.
@@ -48,7 +48,7 @@ def mock_ditllama5b_8k() -> RunConfig:
 
 @recipe
 def train_mock() -> RunConfig:
-    """MovieGen-5B of 16 layers on mock images, with the numbers of NeMo's `train_mock`: one latent frame at most.
+    """MovieGen-5B of 16 layers on mock images, with the settings of NeMo's `train_mock`: one latent frame at most.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe train_mock
     Hardware: one node of 8 GPUs with 80 GB.
@@ -66,7 +66,7 @@ def train_mock() -> RunConfig:
 
 @recipe
 def pretrain_ditllama5b() -> RunConfig:
-    """MovieGen-5B on single images of 256 x 256, with the numbers of NeMo's `pretrain_ditllama5b`.
+    """MovieGen-5B on single images of 256 x 256, with the settings of NeMo's `pretrain_ditllama5b`.
 
     Command: torchrun --nnodes 16 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama5b data.path=FOLDER
     Hardware: 128 GPUs with 80 GB; three micro-batches of 12 images for each.
@@ -78,7 +78,7 @@ def pretrain_ditllama5b() -> RunConfig:
 
 @recipe
 def pretrain_ditllama3b() -> RunConfig:
-    """MovieGen-3B on single images of 256 x 256, with the numbers of NeMo's `pretrain_ditllama3b`.
+    """MovieGen-3B on single images of 256 x 256, with the settings of NeMo's `pretrain_ditllama3b`.
 
     Command: torchrun --nnodes 4 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama3b data.path=FOLDER
     Hardware: 32 GPUs with 80 GB; half of the blocks are recomputed.
@@ -95,7 +95,7 @@ def pretrain_ditllama3b() -> RunConfig:
 
 @recipe
 def pretrain_ditllama1b() -> RunConfig:
-    """MovieGen-1B on single images of 256 x 256, with the numbers of NeMo's `pretrain_ditllama1b`.
+    """MovieGen-1B on single images of 256 x 256, with the settings of NeMo's `pretrain_ditllama1b`.
 
     Command: torchrun --nnodes 2 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama1b data.path=FOLDER
     Hardware: 16 GPUs with 80 GB; one micro-batch of 96 images for each.
@@ -113,7 +113,7 @@ def pretrain_ditllama1b() -> RunConfig:
 
 @recipe
 def pretrain_ditllama30b() -> RunConfig:
-    """MovieGen-30B on single images of 256 x 256, with the numbers of NeMo's `pretrain_ditllama30b`.
+    """MovieGen-30B on single images of 256 x 256, with the settings of NeMo's `pretrain_ditllama30b`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama30b data.path=FOLDER
     Hardware: 256 GPUs with 80 GB; six micro-batches of 6 images for each.
@@ -130,7 +130,7 @@ def pretrain_ditllama30b() -> RunConfig:
 
 @recipe
 def pretrain_ditllama30b_stage2_mock() -> RunConfig:
-    """MovieGen-30B on mock clips of 8,192 tokens, with the numbers of NeMo's `pretrain_ditllama30b_stage2_mock`.
+    """MovieGen-30B on mock clips of 8,192 tokens, with the settings of NeMo's `pretrain_ditllama30b_stage2_mock`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama30b_stage2_mock
     Hardware: 256 GPUs with 80 GB.
@@ -148,7 +148,7 @@ def pretrain_ditllama30b_stage2_mock() -> RunConfig:
 
 @recipe
 def pretrain_ditllama30b_stage3_mock() -> RunConfig:
-    """MovieGen-30B on mock clips of 73,728 tokens, with the numbers of NeMo's `pretrain_ditllama30b_stage3_mock`.
+    """MovieGen-30B on mock clips of 73,728 tokens, with the settings of NeMo's `pretrain_ditllama30b_stage3_mock`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_ditllama30b_stage3_mock
     Hardware: 256 GPUs with 80 GB.

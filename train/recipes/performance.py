@@ -114,7 +114,7 @@ def performance_28b_64k() -> RunConfig:
 
 @recipe
 def mock_dit7b_8k() -> RunConfig:
-    """Fifteen steps of DiT-7B on mock clips of 8,192 tokens, with the numbers of NeMo's `mock_dit7b_8k`.
+    """Fifteen steps of DiT-7B on mock clips of 8,192 tokens, with the settings of NeMo's `mock_dit7b_8k`.
 
     Command: torchrun --nnodes 2 --nproc-per-node 8 -m megadit.train --recipe mock_dit7b_8k
     Hardware: 16 GPUs with 80 GB.

@@ -25,7 +25,7 @@ TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_
 
 @recipe
 def pretrain_xl() -> RunConfig:
-    """DiT-XL from random weights, with the numbers of NeMo's `pretrain_xl`.
+    """DiT-XL from random weights, with the settings of NeMo's `pretrain_xl`.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe pretrain_xl data.path=FOLDER
     Hardware: one node of 8 GPUs with 80 GB.
@@ -46,7 +46,7 @@ def pretrain_xl() -> RunConfig:
 
 @recipe
 def pretrain_l() -> RunConfig:
-    """DiT-L from random weights, with the numbers of NeMo's `pretrain_l`.
+    """DiT-L from random weights, with the settings of NeMo's `pretrain_l`.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe pretrain_l data.path=FOLDER
     Hardware: one node of 8 GPUs with 40 GB.
@@ -58,7 +58,7 @@ def pretrain_l() -> RunConfig:
 
 @recipe
 def pretrain_7b() -> RunConfig:
-    """DiT-7B on single images of 256 x 256, with the numbers of NeMo's `pretrain_7b`.
+    """DiT-7B on single images of 256 x 256, with the settings of NeMo's `pretrain_7b`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_7b data.path=FOLDER
     Hardware: 256 GPUs with 80 GB. A global batch of 4,608 packs in micro-batches of 9 divides among 256 ranks twice.
@@ -108,7 +108,7 @@ def pretrain_7b_pack() -> RunConfig:
 
 @recipe
 def pretrain_7b_256p_joint() -> RunConfig:
-    """DiT-7B on single clips or images of 256 pixels, with the numbers of NeMo's `pretrain_7b_256p_joint`.
+    """DiT-7B on single clips or images of 256 pixels, with the settings of NeMo's `pretrain_7b_256p_joint`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_7b_256p_joint data.path=FOLDER
     Hardware: 256 GPUs with 80 GB.
@@ -132,7 +132,7 @@ def pretrain_7b_256p_joint() -> RunConfig:
 
 @recipe
 def pretrain_7b_256p_joint_pack() -> RunConfig:
-    """Images and clips of 256 pixels packed together, with the numbers of NeMo's `pretrain_7b_256p_joint_pack`.
+    """Images and clips of 256 pixels packed together, with the settings of NeMo's `pretrain_7b_256p_joint_pack`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe pretrain_7b_256p_joint_pack data.path=...
     Hardware: 256 GPUs with 80 GB.
@@ -232,7 +232,7 @@ def dreambooth() -> RunConfig:
 
 @recipe
 def dit_pretrain() -> RunConfig:
-    """DiT-XL on packed images and clips, with the numbers of DFM's `pretrain_config` and `conf/dit_pretrain.yaml`.
+    """DiT-XL on packed images and clips, with the settings of DFM's `pretrain_config` and `conf/dit_pretrain.yaml`.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe dit_pretrain data.path=FOLDER
     Hardware: one node of 8 GPUs with 80 GB.

@@ -30,7 +30,7 @@ def shapes() -> RunConfig:
 
 @recipe
 def shapes_dreambooth() -> RunConfig:
-    """An adapter of rank 4 beside the network of `make demo-shapes`, for a thing of ten clips: a minute on a CPU.
+    """An adapter of rank 4 of the network of `make demo-shapes`, for a subject of ten clips: a minute on a CPU.
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe shapes_dreambooth data.path=BLEND
         checkpoint.init_from=BUNDLE

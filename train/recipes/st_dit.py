@@ -55,7 +55,7 @@ def pretrain_stdit_3b() -> RunConfig:
 
 @recipe
 def pretrain_stdit3B_mock_data() -> RunConfig:
-    """Fifteen steps of ST-DiT-3B on mock clips of four frames, with the numbers of `pretrain_stdit3B_mock_data`.
+    """Fifteen steps of ST-DiT-3B on mock clips of four frames, with the settings of `pretrain_stdit3B_mock_data`.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe pretrain_stdit3B_mock_data
     Hardware: one node of 8 GPUs with 40 GB.

@@ -24,7 +24,7 @@ SHIFT = 3.0
 
 @recipe
 def wan_1_3b() -> RunConfig:
-    """All weights of Wan 2.1 1.3B on clips of 81 frames of 480 x 832, 32,760 tokens each.
+    """Full fine-tuning of Wan 2.1 1.3B on clips of 81 frames of 480 x 832, 32,760 tokens each.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe wan_1_3b data.path=FOLDER checkpoint.init_from=BUNDLE
     Hardware: one node of 8 GPUs with 40 GB; blocks are recomputed.
@@ -59,7 +59,7 @@ def wan_1_3b() -> RunConfig:
 
 @recipe
 def wan_14b_lora() -> RunConfig:
-    """An adapter beside Wan 2.1 14B, on the same clips: two ranks share the matrices, two the tokens of a clip.
+    """An adapter of Wan 2.1 14B on the same clips, with TP 2 and CP 2.
 
     Command: torchrun --nproc-per-node 8 -m megadit.train --recipe wan_14b_lora data.path=FOLDER
         checkpoint.init_from=BUNDLE

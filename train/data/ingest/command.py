@@ -41,7 +41,7 @@ class PrepareOptions:
     """Options common to all sources."""
 
     height: int | None = setting(
-        None, f"height of samples in pixels (default: what a folder's fill, {USUAL_SIDE} at most)"
+        None, f"height of samples in pixels (default: that of the sources, {USUAL_SIDE} at most)"
     )
     width: int | None = setting(None, "width of samples in pixels (default: as for the height)")
     sizes: str | None = setting(None, "buckets in place of one size: 256x256,192x320,320x192 (height x width)")

@@ -100,7 +100,7 @@ class Settings:
     val_share: float = setting(
         0.02, "share of the sources held out for validation (default: {default})", low=0, below=1
     )
-    mirror: bool = setting(False, "add a copy of each training clip with left and right exchanged")
+    mirror: bool = setting(False, "add a horizontally flipped copy of each training clip")
     """Both have the same caption, so captions must not say left or right."""
     seed: int = setting(0, "seed of the order and the splits (default: {default})")
     keyframes: int = setting(

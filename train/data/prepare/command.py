@@ -18,7 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "data sets of NeMo and DFM, Megatron-Bridge, AutoModel": dict.fromkeys(
         _IMPORTED, "megadit.train.data.ingest.sources.importers:command"
     ),
-    "a model's own videos: against forgetting, to distill, with rewards": {
+    "a model's own videos: for prior preservation, distillation, rewards": {
         "prior": "megadit.train.data.prepare.prior:command",
         "trajectories": "megadit.train.data.prepare.prior:command",
         "rollouts": "megadit.train.data.prepare.rollouts:command",

@@ -63,7 +63,7 @@ class Purpose:
 
 PRIOR = Purpose(
     name="prior",
-    description="Samples that a model makes itself, against forgetting.",
+    description="Samples of a model for prior preservation (DreamBooth).",
     is_prior=True,
     next="blend them with those of the subject, see data.prior_weight",
 )
