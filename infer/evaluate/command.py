@@ -84,7 +84,7 @@ class EvaluateOptions:
     frames: int | None = setting(
         None, "frames from the middle of each video (default: 16, or as many as it has)", above=0
     )
-    size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
+    size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width: 64x64")
     features: Path | None = setting(
         None, "cache of features that several evaluations may share (default: a folder in --out)"
     )

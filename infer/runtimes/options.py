@@ -42,7 +42,7 @@ class RuntimeOptions:
     )
     batch_guidance: bool = setting(
         True,
-        "run the conditional and unconditional pass in turn: less memory, a little slower",
+        "run the conditional and unconditional pass in turn, not as one batch: less memory",
         names=("--sequential_guidance",),
     )
     offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")

@@ -52,7 +52,7 @@ class UpOptions:
         help="model repository of `megadit serve build-repository`", positional=True, metavar="REPOSITORY"
     )
     models: tuple[str, ...] = setting(
-        (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
+        (), "load only this model; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
     host: str = setting("127.0.0.1", "address of the gateway (default: {default}; 0.0.0.0: all)")
     port: int = port_setting(8080, "port of the gateway (default: {default})")

@@ -58,7 +58,10 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.page.demo:main", "open a web page to try prompts; starts a service if none runs"),
-    "distill": ("megadit.train.distill.command:main", "distill a bundle into a student of few sampling steps"),
+    "distill": (
+        "megadit.train.distill.command:main",
+        "distill a bundle into a student of few function evaluations (NFE)",
+    ),
     "reward": ("megadit.train.reward.command:main", "post-train a bundle by rewards (DiffusionNFT, Flow-GRPO)"),
     "tune-sampler": (
         "megadit.infer.commands.tune_sampler:main",
@@ -88,7 +91,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "demo-distill": (
         "megadit.train.demos.digits.distill_demo:main",
-        "distill the demo's model into students of four, two and one sampling steps",
+        "distill the demo's model into students of four, two and one function evaluations",
     ),
     "demo-shapes": (
         "megadit.train.demos.shapes.demo:main",

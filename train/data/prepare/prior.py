@@ -69,7 +69,7 @@ PRIOR = Purpose(
 )
 TRAJECTORIES = Purpose(
     name="trajectories",
-    description="Videos that a model makes of known noise, for students to learn from.",
+    description="Pairs of noise and video of a model, for distillation.",
     is_prior=False,
     next="train on them with train.distill.objective=regression",
 )
