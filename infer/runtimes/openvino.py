@@ -57,6 +57,7 @@ class OpenVinoNetwork:
         if self._request is None:
             model = self._model.clone()
             model.reshape({name: list(shape) for name, shape in shapes.items()})
+            to_batch_first(model)
             self._compile(model, shapes)
         elif self._compiled_for not in (None, shapes):
             self._compile(self._model, None)
@@ -106,39 +107,6 @@ class OpenVinoNetwork:
         self._run({name: torch.zeros(shape) for name, shape in shapes.items()})
 
 
-def split_products(model) -> None:
-    """Computes queries, keys and values by a product each, in place of one that is split: its parts would be copied.
-
-    Products of weights in eight bits, those with biases, and those whose split parts are not of channels are left as
-    they are.
-    """
-    operators = load_openvino().opset13
-    for split in model.get_ordered_ops():
-        if split.get_type_name() != "VariadicSplit" or split.input_value(0).get_node().get_type_name() != "Reshape":
-            continue
-        grouped = split.input_value(0).get_node()
-        product = grouped.input_value(0).get_node()
-        if product.get_type_name() != "MatMul" or product.get_attributes()["transpose_b"]:
-            continue
-        weight, (axis, sizes) = product.input_value(1).get_node(), (split.input_value(i).get_node() for i in (1, 2))
-        if any(node.get_type_name() != "Constant" for node in (weight, axis, sizes)):
-            continue
-        *of_tokens, _ = product.get_output_partial_shape(0)
-        sides, num_tokens_axes = list(grouped.get_output_partial_shape(0)), len(of_tokens)
-        groups = [side.get_length() if side.is_static else 0 for side in sides[num_tokens_axes:]]
-        if sides[:num_tokens_axes] != of_tokens or math.prod(groups) != weight.data.shape[1]:
-            continue
-        axis = axis.data.item() % len(sides) - num_tokens_axes + 1
-        if axis < 1:
-            continue
-        grouped_weight, ends = weight.data.reshape(len(weight.data), *groups), np.cumsum(sizes.data)
-        for place, part in enumerate(np.split(grouped_weight, ends[:-1], axis)):
-            matrix = np.ascontiguousarray(part.reshape(len(part), -1))
-            result = operators.matmul(product.input_value(0), operators.constant(matrix), False, False)
-            shape = np.array([0] * num_tokens_axes + list(part.shape[1:]))  # 0: as it is
-            split.output(place).replace(operators.reshape(result, shape, special_zero=True).output(0))
-
-
 class OpenVinoNetworks:
     """The graphs of a folder `onnx/` by name, each read and compiled at first use."""
 
@@ -176,3 +144,127 @@ def load_openvino():
     except (ImportError, OSError):
         raise UserError("the openvino runtime needs the library openvino: pip install 'megadit[openvino]'") from None
     return openvino
+
+
+# --- graphs, in forms for which OpenVINO has faster kernels -------------------------------------------------------
+
+
+def split_products(model) -> None:
+    """Computes queries, keys and values by a product each, in place of one that is split: its parts would be copied.
+
+    Products of weights in eight bits, those with biases, and those whose split parts are not of channels are left as
+    they are.
+    """
+    operators = load_openvino().opset13
+    for split in model.get_ordered_ops():
+        if split.get_type_name() != "VariadicSplit" or split.input_value(0).get_node().get_type_name() != "Reshape":
+            continue
+        grouped = split.input_value(0).get_node()
+        product = grouped.input_value(0).get_node()
+        if product.get_type_name() != "MatMul" or product.get_attributes()["transpose_b"]:
+            continue
+        weight, (axis, sizes) = product.input_value(1).get_node(), (split.input_value(i).get_node() for i in (1, 2))
+        if any(node.get_type_name() != "Constant" for node in (weight, axis, sizes)):
+            continue
+        *of_tokens, _ = product.get_output_partial_shape(0)
+        sides, num_tokens_axes = list(grouped.get_output_partial_shape(0)), len(of_tokens)
+        groups = [side.get_length() if side.is_static else 0 for side in sides[num_tokens_axes:]]
+        if sides[:num_tokens_axes] != of_tokens or math.prod(groups) != weight.data.shape[1]:
+            continue
+        axis = axis.data.item() % len(sides) - num_tokens_axes + 1
+        if axis < 1:
+            continue
+        grouped_weight, ends = weight.data.reshape(len(weight.data), *groups), np.cumsum(sizes.data)
+        for place, part in enumerate(np.split(grouped_weight, ends[:-1], axis)):
+            matrix = np.ascontiguousarray(part.reshape(len(part), -1))
+            result = operators.matmul(product.input_value(0), operators.constant(matrix), False, False)
+            shape = np.array([0] * num_tokens_axes + list(part.shape[1:]))  # 0: as it is
+            split.output(place).replace(operators.reshape(result, shape, special_zero=True).output(0))
+
+
+def to_batch_first(model) -> None:
+    """Rewrites parts of a graph with fixed sizes and one video from [S, 1, ...] to [1, S, ...].
+
+    Only then OpenVINO transposes within its kernel of attention, and computes a large product and GELU in one; rotary
+    positions are written as its own kernel expects them.
+    """
+    rewrites = {"Transpose": _transposed, "Add": _rotated, "Erf": _product_with_gelu}
+    for node in model.get_ordered_ops():
+        if rewrite := rewrites.get(node.get_type_name()):
+            rewrite(node, load_openvino().opset13)
+
+
+def _transposed(node, operators) -> None:
+    """Heads from [S, 1, N, K] to [1, N, S, K], keys further to [1, N, K, S], and outputs back."""
+    order, sides = _constant(node, 1), _sides(node.input_value(0))
+    if order == [1, 2, 0, 3] and sides[1:2] == [1]:
+        heads = operators.reshape(node.input_value(0), [1, sides[0], *sides[2:]], False)
+        order, users = [0, 2, 1, 3], _users(node)
+        if len(users) == 1 and users[0].get_type_name() == "Transpose" and _constant(users[0], 1) == [0, 1, 3, 2]:
+            order, node = [0, 2, 3, 1], users[0]
+        _replace(node, operators.transpose(heads, order))
+    elif order == [2, 0, 1, 3] and sides[:1] == [1]:
+        tokens = operators.transpose(node.input_value(0), [0, 2, 1, 3])
+        _replace(node, operators.reshape(tokens, [sides[2], 1, sides[1], sides[3]], False))
+
+
+def _rotated(node, operators) -> None:
+    """x cos + (x2, x1) (-sin, sin) -> x cos + (-x2, x1) (sin, sin) for x = (x1, x2)."""
+    by_cos, by_sin = _inputs(node)
+    if _kinds([by_cos, by_sin]) != ["Multiply", "Multiply"] or _kinds(_inputs(by_sin)) != ["Concat", "Concat"]:
+        return
+    x, sides, (swapped, signed) = by_cos.input_value(0), _sides(by_cos.input_value(0)), _inputs(by_sin)
+    slices, negative = _inputs(swapped), _inputs(signed)[0]
+    if _kinds([*slices, negative]) != ["Slice", "Slice", "Negative"] or not sides:
+        return
+    half, sin = sides[-1] // 2, signed.input_value(1)
+    if [_constant(each, 1) for each in slices] != [[half], [0]] or {each.input_value(0) for each in slices} != {x}:
+        return
+    x1_x2 = operators.variadic_split(x, np.int64(len(sides) - 1), [half, half])
+    minus_x2 = operators.multiply(x1_x2.output(1), operators.constant(np.array([-1], np.float32)))
+    turned = operators.concat([minus_x2, x1_x2.output(0)], -1)  # only so OpenVINO sees it
+    _replace(node, operators.add(by_cos, operators.multiply(turned, operators.concat([sin, sin], -1))))
+
+
+def _product_with_gelu(node, operators) -> None:
+    """(x W) (1 + erf(x W / sqrt(2))) / 2 for tokens [S, 1, D]; `node` is erf."""
+    divide, *_ = _inputs(node)
+    ends = [node]
+    while len(ends) < 4 and len(users := _users(ends[-1])) == 1:
+        ends += users
+    if _kinds([divide, *ends[1:]]) != ["Divide", "Add", "Multiply", "Multiply"]:
+        return
+    product, _ = _inputs(divide)
+    sides = _sides(product.output(0))
+    if product.get_type_name() != "MatMul" or product.output(0) not in ends[3].input_values() or sides[1:2] != [1]:
+        return
+    tokens = operators.reshape(product.input_value(0), [1, sides[0], -1], False)
+    inner = operators.matmul(tokens, product.input_value(1), False, product.get_attributes()["transpose_b"])
+    _replace(ends[3], operators.reshape(operators.gelu(inner, "erf"), sides, False))
+
+
+def _kinds(nodes) -> list[str]:
+    return [each.get_type_name() for each in nodes]
+
+
+def _inputs(node) -> list:
+    return [each.get_node() for each in node.input_values()]
+
+
+def _users(node) -> list:
+    return [each.get_node() for each in node.output(0).get_target_inputs()]
+
+
+def _sides(output) -> list[int]:
+    """The shape; empty if it is not fixed."""
+    shape = output.get_partial_shape()
+    return list(shape.to_shape()) if shape.is_static else []
+
+
+def _constant(node, place: int) -> list[int] | None:
+    value = node.input_value(place).get_node()
+    return value.data.tolist() if value.get_type_name() == "Constant" else None
+
+
+def _replace(node, other) -> None:
+    node.output(0).replace(other.output(0))

@@ -150,6 +150,24 @@ def test_queries_keys_and_values_are_a_product_each(compared):
     assert ours == theirs + 2 * compared.config.num_layers
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fused_kernels_compute_what_was_exported(compared, batch, monkeypatch):
+    """Of one video OpenVINO fuses positions, transpositions with attention, and GELU; of two, positions."""
+    networks = EXPORTED["openvino"].open(open_exported(compared, "openvino"), CPU)
+    inputs = sample_inputs(networks["denoiser"].spec, {**trace_sizes(networks["denoiser"].spec), "batch": batch})
+    found, kinds = [], []
+    for is_rewritten in (True, False):
+        if not is_rewritten:
+            monkeypatch.setattr("megadit.infer.runtimes.openvino.to_batch_first", lambda model: None)
+        network = EXPORTED["openvino"].open(open_exported(compared, "openvino"), CPU)["denoiser"]
+        found.append(network(inputs, tuple(inputs["x"].shape)))
+        model = network._request.get_compiled_model().get_runtime_model()
+        kinds.append(Counter(node.get_rt_info()["layerType"].astype(str) for node in model.get_ordered_ops()))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    assert kinds[0]["RoPE"] == 2 * compared.config.num_layers and kinds[1]["RoPE"] == 0
+    assert (kinds[0]["Transpose"] < kinds[1]["Transpose"]) == (batch == 1)
+
+
 @pytest.mark.parametrize(("sides", "axis"), [((-1, 2, 2, 4), 3), ((2, -1, 8), 0), ((-1, 2, 4), -2), ((-1, 2, 4), 2)])
 def test_any_product_that_is_split_gives_what_it_gave(tmp_path, sides, axis):
     """Of channels or not: of the first two, parts are of tokens too, so that they are split as they were."""
