@@ -222,7 +222,7 @@ def _rotated(node, operators) -> None:
         return
     x1_x2 = operators.variadic_split(x, np.int64(len(sides) - 1), [half, half])
     minus_x2 = operators.multiply(x1_x2.output(1), operators.constant(np.array([-1], np.float32)))
-    turned = operators.concat([minus_x2, x1_x2.output(0)], -1)  # only so OpenVINO sees it
+    turned = operators.concat([minus_x2, x1_x2.output(0)], -1)  # a last axis by its number is not recognised
     _replace(node, operators.add(by_cos, operators.multiply(turned, operators.concat([sin, sin], -1))))
 
 
