@@ -218,7 +218,8 @@ def _rotated(node, operators) -> None:
     if _kinds([*slices, negative]) != ["Slice", "Slice", "Negative"] or not sides:
         return
     half, sin = sides[-1] // 2, signed.input_value(1)
-    if [_constant(each, 1) for each in slices] != [[half], [0]] or {each.input_value(0) for each in slices} != {x}:
+    starts, sources = [_constant(each, 1) for each in slices], {each.input_value(0) for each in slices}
+    if starts != [[half], [0]] or sources != {x} or negative.input_value(0) != sin:
         return
     x1_x2 = operators.variadic_split(x, np.int64(len(sides) - 1), [half, half])
     minus_x2 = operators.multiply(x1_x2.output(1), operators.constant(np.array([-1], np.float32)))
@@ -234,9 +235,11 @@ def _product_with_gelu(node, operators) -> None:
         ends += users
     if _kinds([divide, *ends[1:]]) != ["Divide", "Add", "Multiply", "Multiply"]:
         return
-    product, _ = _inputs(divide)
-    sides = _sides(product.output(0))
-    if product.get_type_name() != "MatMul" or product.output(0) not in ends[3].input_values() or sides[1:2] != [1]:
+    product, numbers = _inputs(divide)[0], [_number(each) for each in (divide, *ends[1:3])]
+    sides, of_weight = _sides(product.output(0)), _sides(product.inputs()[-1].get_source_output())
+    if product.get_type_name() != "MatMul" or product.output(0) not in ends[3].input_values():
+        return
+    if not np.allclose(numbers, [2**0.5, 1, 0.5]) or len(sides) != 3 or sides[1] != 1 or len(of_weight) != 2:
         return
     tokens = operators.reshape(product.input_value(0), [1, sides[0], -1], False)
     inner = operators.matmul(tokens, product.input_value(1), False, product.get_attributes()["transpose_b"])
@@ -264,6 +267,12 @@ def _sides(output) -> list[int]:
 def _constant(node, place: int) -> list[int] | None:
     value = node.input_value(place).get_node()
     return value.data.tolist() if value.get_type_name() == "Constant" else None
+
+
+def _number(node) -> float:
+    """The number among its inputs; nan if there is none."""
+    constants = [each.data for each in _inputs(node) if each.get_type_name() == "Constant" and each.data.size == 1]
+    return constants[0].item() if constants else math.nan
 
 
 def _replace(node, other) -> None:

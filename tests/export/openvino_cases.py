@@ -197,6 +197,36 @@ def test_any_product_that_is_split_gives_what_it_gave(tmp_path, sides, axis):
         assert np.allclose(network({"x": given}, a.shape).numpy(), a - b, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("divisor", "one", "half"), [(2**0.5, 1, 0.5), (1, 1, 0.5), (2**0.5, 1, 0.25), (2**0.5, 2, 0.5)]
+)
+def test_only_gelu_is_taken_for_gelu(tmp_path, divisor, one, half):
+    weight = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    constants = [("w", weight), ("divisor", divisor), ("one", one), ("half", half)]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["xw"]),
+        helper.make_node("Div", ["xw", "divisor"], ["small"]),
+        helper.make_node("Erf", ["small"], ["erf"]),
+        helper.make_node("Add", ["erf", "one"], ["more"]),
+        helper.make_node("Mul", ["half", "more"], ["gate"]),
+        helper.make_node("Mul", ["xw", "gate"], ["y"]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1, size]) for name, size in (("x", 4), ("y", 8))
+    )
+    constants = [onnx.numpy_helper.from_array(np.array(value, np.float32), name) for name, value in constants]
+    graph = helper.make_graph(nodes, "g", [x], [y], constants)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "denoiser.onnx"
+    )
+    rows = Axis(name="n", min=1, opt=4, max=8, step=1)
+    spec = NetworkSpec(name="denoiser", inputs=(TensorSpec(name="x", dtype="float32", axes=(rows, 1, 4)),), output="y")
+    given = torch.randn(6, 1, 4)
+    product = given @ torch.from_numpy(weight)
+    made = OpenVinoNetwork(tmp_path / "denoiser.onnx", spec)({"x": given}, tuple(product.shape))
+    torch.testing.assert_close(made, product * half * (one + torch.erf(product / divisor)))
+
+
 def test_one_that_differs_is_not_recorded(exported, monkeypatch, tmp_path):
     """Negative control: networks whose outputs are a thousandth off."""
 
