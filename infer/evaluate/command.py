@@ -81,9 +81,7 @@ class EvaluateOptions:
         None, "videos of each model (default: one for each prompt), and maximum number of real ones", above=1
     )
     seed: int = setting(0, "seed of the first video; further ones count up from it (default: {default})", low=0)
-    frames: int | None = setting(
-        None, "frames from the middle of each video (default: 16, or as many as it has)", above=0
-    )
+    frames: int | None = setting(None, "frames from the middle of each video (default: 16, at most all)", above=0)
     size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width: 64x64")
     features: Path | None = setting(
         None, "cache of features that several evaluations may share (default: a folder in --out)"

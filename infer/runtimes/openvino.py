@@ -188,10 +188,11 @@ def to_batch_first(model) -> None:
     Only then OpenVINO transposes within its kernel of attention, and computes a large product and GELU in one; rotary
     positions are written as its own kernel expects them.
     """
+    operators = load_openvino().opset13
     rewrites = {"Transpose": _transposed, "Add": _rotated, "Erf": _product_with_gelu}
     for node in model.get_ordered_ops():
         if rewrite := rewrites.get(node.get_type_name()):
-            rewrite(node, load_openvino().opset13)
+            rewrite(node, operators)
 
 
 def _transposed(node, operators) -> None:
@@ -214,8 +215,8 @@ def _rotated(node, operators) -> None:
     if _kinds([by_cos, by_sin]) != ["Multiply", "Multiply"] or _kinds(_inputs(by_sin)) != ["Concat", "Concat"]:
         return
     x, sides, (swapped, signed) = by_cos.input_value(0), _sides(by_cos.input_value(0)), _inputs(by_sin)
-    slices, negative = _inputs(swapped), _inputs(signed)[0]
-    if _kinds([*slices, negative]) != ["Slice", "Slice", "Negative"] or not sides:
+    slices, (negative, *others) = _inputs(swapped), _inputs(signed)
+    if _kinds([*slices, negative]) != ["Slice", "Slice", "Negative"] or len(others) != 1 or not sides:
         return
     half, sin = sides[-1] // 2, signed.input_value(1)
     starts, sources = [_constant(each, 1) for each in slices], {each.input_value(0) for each in slices}
@@ -236,9 +237,9 @@ def _product_with_gelu(node, operators) -> None:
     if _kinds([divide, *ends[1:]]) != ["Divide", "Add", "Multiply", "Multiply"]:
         return
     product, numbers = _inputs(divide)[0], [_number(each) for each in (divide, *ends[1:3])]
-    sides, of_weight = _sides(product.output(0)), _sides(product.inputs()[-1].get_source_output())
     if product.get_type_name() != "MatMul" or product.output(0) not in ends[3].input_values():
         return
+    sides, of_weight = _sides(product.output(0)), _sides(product.input_value(1))
     if not np.allclose(numbers, [2**0.5, 1, 0.5]) or len(sides) != 3 or sides[1] != 1 or len(of_weight) != 2:
         return
     tokens = operators.reshape(product.input_value(0), [1, sides[0], -1], False)

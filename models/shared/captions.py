@@ -112,8 +112,10 @@ def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def file_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the columns that may hold the file name of a row, the likeliest first; `id` only where there is none."""
-    return _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE) or _chosen(columns, ("id",))
+    """Return the columns that may hold the file name of a row, the likeliest first; `id` only where there is none, and
+    a caption: licenses and categories have numbers, too."""
+    found = _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE)
+    return found or (_chosen(columns, ("id",)) if caption_columns(columns) else ())
 
 
 @lru_cache(maxsize=4096)

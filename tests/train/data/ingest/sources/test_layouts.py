@@ -584,6 +584,9 @@ OF_TOOLS = {
     "columns": {"set.json": {"file_name": ["a.png", "b.png"], "text": ["a cat", "a dog"]}},
     "pandas": {"set.json": {"file_name": {"0": "a.png", "1": "b.png"}, "text": {"0": "a cat", "1": "a dog"}}},
     "after another list": {"set.json": {"info": [{}], "data": [{"image": f"{n}.png", "text": t} for n, t in PAIRS]}},
+    "after numbered licenses": {"set.json": {
+        "licenses": [{"id": 1, "name": "CC BY"}],
+        "data": [{"image": f"{n}.png", "text": text} for n, text in PAIRS]}},
     "Flickr8k": {"captions.txt": CSV},
     "Flickr8k's tokens": {"captions.txt": "a.png#0\ta cat\nb.png#0\ta dog\n"},
     "no header": {"list.csv": "a.png,a cat\nb.png,a dog\n"},
