@@ -247,13 +247,16 @@ def commit() -> str | None:
 
 
 def processor() -> str:
-    """The processor's model name."""
+    """The processor's name, with family and model where they are told: clouds call several generations the same."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    if "model name" not in facts:
+        return platform.machine()
+    known = [f"{name.removeprefix('cpu ')} {facts[name]}" for name in ("cpu family", "model") if name in facts]
+    return f"{facts['model name']} ({', '.join(known)})" if known else facts["model name"]
 
 
 def _version(library: str) -> str | None:

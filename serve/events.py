@@ -10,8 +10,6 @@ from typing import Any
 
 EVENT, DATA = "event", "data"
 """The two outputs of every response: JSON of the event, and the bytes of a preview, video or image."""
-DEADLINE_MARK, ADAPTER_MARK, GUARDRAIL_MARK = "deadline exceeded", "adapter not found", "held back"
-"""Prefixes of the messages of errors for which Triton's backends have no codes; see `MARKS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +104,32 @@ class HeldBackError(InvalidRequestError):
     code = "guardrail"
 
 
-MARKS: dict[str, type[ServiceError]] = {
-    DEADLINE_MARK: DeadlineExceededError,
-    ADAPTER_MARK: AdapterNotFoundError,
-    GUARDRAIL_MARK: HeldBackError,
+_MARKS = {
+    InvalidRequestError: "invalid request: ",
+    AdapterNotFoundError: "adapter not found: ",
+    HeldBackError: "held back: ",
+    DeadlineExceededError: "deadline exceeded: ",
+    CancelledError: "cancelled: ",
 }
-"""Prefix of an error message -> the error, since its code is not transmitted."""
+"""Error -> prefix of its message, since streams of Triton have no codes of errors."""
+_OF_TRITON = {
+    "Exceeds maximum queue size": UnavailableError,
+    "Request timeout expired": UnavailableError,
+    "has stopped accepting new": UnavailableError,
+    "is not at ready state": UnavailableError,
+    "unexpected inference input": InvalidRequestError,
+}
+"""Part of a message of Triton's own -> its error."""
+
+
+def error_to_wire(error: ServiceError) -> str:
+    """The message that a Triton backend sends."""
+    return f"{_MARKS.get(type(error), '')}{error}"
+
+
+def error_from_wire(message: str) -> ServiceError:
+    """The inverse of `error_to_wire`, and errors of Triton itself."""
+    for error, mark in _MARKS.items():
+        if message.startswith(mark):
+            return error(message.removeprefix(mark))
+    return next((error for part, error in _OF_TRITON.items() if part in message), ServiceError)(message)

@@ -14,8 +14,11 @@ from urllib.parse import SplitResult, urlsplit
 import grpc
 import httpx
 import numpy as np
-from tritonclient.grpc import InferenceServerClient, InferInput
-from tritonclient.utils import InferenceServerException
+from google.protobuf.json_format import MessageToDict
+from tritonclient.grpc import service_pb2
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, serialize_byte_tensor
 
 from megadit.models.diffusion.conditioning_settings import split_keyframe
 from megadit.models.shared.addresses import tls_context
@@ -24,21 +27,23 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.contract import INPUTS
 from megadit.serve.events import (
     DATA,
-    DEADLINE_MARK,
     EVENT,
-    MARKS,
     CancelledError,
     DeadlineExceededError,
     Event,
     InvalidRequestError,
     ServiceError,
     UnavailableError,
+    error_from_wire,
     event_from_wire,
 )
 from megadit.serve.tracing import TRACEPARENT
 
 GRPC_PORT, HTTP_PORT = 8001, 8000
 _CONNECT_SECONDS = 5.0
+_SECONDS_TO_END = 1.0
+"""Seconds for the server to close a stream after its last response; then it is cancelled."""
+_ANY_SIZE = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _INPUTS = {each.name: each for each in INPUTS}
 _KINDS = {
     "TYPE_STRING": "text",
@@ -108,29 +113,36 @@ def connect(url: str) -> Transport:
 
 @dataclass(slots=True)
 class _Grpc:
-    """One connection for queries, and one more for each request, since a Triton client has one stream."""
+    """One connection for each question and each request.
+
+    tritonclient's streams wait without end for a server that stands still, and leave a thread for each cancelled
+    request. Triton itself spins, and may crash, where a stream asks for codes of errors (`triton_grpc_error`), and
+    never frees a request whose stream the client ends or cancels just as Triton ends it: so its end is awaited.
+    """
 
     url: str
 
     def __post_init__(self) -> None:
         try:
-            with InferenceServerClient(self.url) as client:
-                client.is_server_live(client_timeout=_CONNECT_SECONDS)
-        except InferenceServerException as error:
-            raise UnavailableError(f"no Triton server responds at grpc://{self.url}: {error.message()}") from error
+            self._ask("ServerLive", service_pb2.ServerLiveRequest())
+        except ServiceError as error:
+            raise UnavailableError(f"no Triton server responds at grpc://{self.url}: {error}") from error
 
     def is_ready(self, model: str) -> bool:
         try:
-            with InferenceServerClient(self.url) as client:
-                return client.is_model_ready(model, client_timeout=_CONNECT_SECONDS)
-        except InferenceServerException:
+            return self._ask("ModelReady", service_pb2.ModelReadyRequest(name=model)).ready
+        except ServiceError:
             return False
 
     def config(self, model: str) -> dict[str, Any]:
+        answer = self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=model))
+        return MessageToDict(answer.config, preserving_proto_field_name=True)
+
+    def _ask(self, method: str, question: Any) -> Any:
         try:
-            with InferenceServerClient(self.url) as client:
-                return client.get_model_config(model, as_json=True, client_timeout=_CONNECT_SECONDS)["config"]
-        except InferenceServerException as error:
+            with grpc.insecure_channel(self.url, options=_ANY_SIZE) as channel:
+                return getattr(GRPCInferenceServiceStub(channel), method)(question, timeout=_CONNECT_SECONDS)
+        except grpc.RpcError as error:
             raise _grpc_error(error) from error
 
     def events(
@@ -144,56 +156,97 @@ class _Grpc:
         cancelled: threading.Event,
     ) -> Iterator[Event]:
         responses: queue.Queue = queue.Queue()
-        is_finished = False
-        with InferenceServerClient(self.url) as client:
-            client.start_stream(
-                lambda result, error: responses.put((result, error)),
-                stream_timeout=timeout,
-                headers={"triton_grpc_error": "true"},  # errors keep their codes
-            )
-            tensors = [_tensor(name, value) for name, value in inputs.items()]
-            options = {"timeout": _microseconds(timeout), "priority": priority, "parameters": _traced(traceparent)}
+        request = _request(model, inputs, timeout=timeout, priority=priority, traceparent=traceparent)
+        has_ended = threading.Event()
+
+        def requests() -> Iterator[ModelInferRequest]:
+            yield request
+            has_ended.wait()
+
+        with grpc.insecure_channel(self.url, options=_ANY_SIZE) as channel:
+            call = GRPCInferenceServiceStub(channel).ModelStreamInfer(requests(), timeout=timeout)
+            reader = threading.Thread(target=_read, args=[call, responses], daemon=True)
+            reader.start()
             try:
-                client.async_stream_infer(model, tensors, enable_empty_final_response=True, **options)
-            except InferenceServerException as error:  # the stream has ended already
-                raise UnavailableError(f"the connection to grpc://{self.url} is lost: {error.message()}") from error
-            try:
-                while (result := _next_answer(responses, cancelled)) is not None:
-                    response = result.get_response()
-                    if response.outputs:
-                        yield event_from_wire(result.as_numpy(EVENT).item().decode(), result.as_numpy(DATA).tobytes())
-                    if response.parameters["triton_final_response"].bool_param:
-                        break
-                is_finished = True
+                error = None
+                for message in _answers(responses, cancelled):
+                    if message.error_message:
+                        error = error_from_wire(message.error_message)
+                    elif message.infer_response.outputs:
+                        yield event_from_wire(*_outputs(message.infer_response))
+                has_ended.set()
+                reader.join(_SECONDS_TO_END)
+                if error is not None:
+                    raise error
             finally:
-                client.stop_stream(cancel_requests=not is_finished)
+                call.cancel()
+                has_ended.set()
 
 
-def _next_answer(responses: queue.Queue, cancelled: threading.Event) -> Any:
-    while not cancelled.is_set():
+def _read(call: Any, responses: queue.Queue) -> None:
+    """Puts the messages of a stream into the queue, and at its end None or its error."""
+    end = None
+    try:
+        for message in call:
+            responses.put(message)
+    except grpc.RpcError as error:
+        end = error
+    responses.put(end)
+
+
+def _answers(responses: queue.Queue, cancelled: threading.Event) -> Iterator[ModelStreamInferResponse]:
+    """The responses to a request, up to the final one or an error."""
+    is_final = False
+    while not is_final:
+        if cancelled.is_set():
+            raise CancelledError("the request was cancelled")
         try:
-            result, error = responses.get(timeout=0.05)
+            message = responses.get(timeout=0.05)
         except queue.Empty:
             continue
-        if error is not None:
-            raise _grpc_error(error) from error
-        return result
-    raise CancelledError("the request was cancelled")
+        if isinstance(message, grpc.RpcError):
+            raise _grpc_error(message) from message
+        if message is None:
+            raise UnavailableError("the service ended the stream before the request was done")
+        is_final = message.error_message or message.infer_response.parameters["triton_final_response"].bool_param
+        yield message
 
 
-def _tensor(name: str, value: Any) -> InferInput:
-    kind = _INPUTS[name].data_type
+def _outputs(response: ModelInferResponse) -> tuple[str, bytes]:
+    """The event, and its data."""
+    contents = {each.name: raw for each, raw in zip(response.outputs, response.raw_output_contents, strict=True)}
+    return deserialize_bytes_tensor(contents[EVENT]).item().decode(), contents[DATA]
+
+
+def _request(
+    model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, traceparent: str | None
+) -> ModelInferRequest:
+    request = ModelInferRequest(model_name=model)
+    for name, value in inputs.items():
+        array = _array(name, value)
+        tensor = {"name": name, "datatype": np_to_triton_dtype(array.dtype), "shape": array.shape}
+        request.inputs.add(**tensor)
+        is_text = array.dtype == np.object_
+        request.raw_input_contents.append(serialize_byte_tensor(array).item() if is_text else array.tobytes())
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if timeout is not None:
+        request.parameters["timeout"].int64_param = _microseconds(timeout)
+    if priority:
+        request.parameters["priority"].uint64_param = priority
+    if traceparent:
+        request.parameters[TRACEPARENT].string_param = traceparent
+    return request
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """The value of an input, [1, number of values]."""
+    data_type = _INPUTS[name].data_type
     if _INPUTS[name].is_media or _INPUTS[name].is_list:
         values = _files(name, value) if _INPUTS[name].is_media else _texts(name, value)
-        tensor = InferInput(name, [1, len(values)], "BYTES")
-        tensor.set_data_from_numpy(np.array([values], dtype=np.object_))
-    elif kind == "TYPE_STRING":
-        tensor = InferInput(name, [1, 1], "BYTES")
-        tensor.set_data_from_numpy(np.array([[_checked(name, value).encode()]], dtype=np.object_))
-    else:
-        tensor = InferInput(name, [1, 1], kind.removeprefix("TYPE_"))
-        tensor.set_data_from_numpy(np.array([[_checked(name, value)]], dtype=_NUMPY_TYPES[kind]))
-    return tensor
+        return np.array([values], dtype=np.object_)
+    if data_type == "TYPE_STRING":
+        return np.array([[_checked(name, value).encode()]], dtype=np.object_)
+    return np.array([[_checked(name, value)]], dtype=_NUMPY_TYPES[data_type])
 
 
 def _files(name: str, value: Any) -> tuple[bytes, ...]:
@@ -243,17 +296,15 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _grpc_error(error: InferenceServerException) -> ServiceError:
-    message, status = error.message(), error.status() or ""
-    if (kind := _error_of_text(message)) is not None:
-        return kind(message)
-    kinds = {
+def _grpc_error(error: grpc.RpcError) -> ServiceError:
+    """The error of a stream that broke, or of a question."""
+    errors = {
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
         grpc.StatusCode.UNAVAILABLE: UnavailableError,
         grpc.StatusCode.CANCELLED: CancelledError,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     }
-    return {str(code): kind for code, kind in kinds.items()}.get(status, ServiceError)(message)
+    return errors.get(error.code(), ServiceError)(error.details())
 
 
 # ------------------------------------------------------------------------------------------------------ HTTP
@@ -301,7 +352,7 @@ class _Http:
         body: dict[str, Any] = {name: _in_json(name, value) for name, value in inputs.items()}
         if timeout is not None or priority or traceparent:
             timing = {"timeout": _microseconds(timeout) or 0, "priority": priority}
-            body["parameters"] = timing | (_traced(traceparent) or {})
+            body["parameters"] = timing | ({TRACEPARENT: traceparent} if traceparent else {})
         try:
             with httpx.stream(
                 "POST",
@@ -316,11 +367,11 @@ class _Http:
                     if cancelled.is_set():
                         raise CancelledError("the request was cancelled")
                     if deadline is not None and time.monotonic() > deadline:
-                        raise DeadlineExceededError(f"{DEADLINE_MARK}: not done within {timeout:g} s")
+                        raise DeadlineExceededError(f"not done within {timeout:g} s")
                     if line.startswith("data:"):
                         yield _http_event(json.loads(line.removeprefix("data:")))
         except httpx.ReadTimeout as error:
-            raise DeadlineExceededError(f"{DEADLINE_MARK}: no response within {timeout:g} s") from error
+            raise DeadlineExceededError(f"no response within {timeout:g} s") from error
         except httpx.HTTPError as error:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
 
@@ -336,24 +387,10 @@ def _http_error(status: int, text: str) -> ServiceError:
         message = json.loads(text.strip().removeprefix("data:"))["error"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = text.strip() or f"HTTP status {status}"
-    if (kind := _error_of_text(message)) is not None:
-        return kind(message)
+    error = error_from_wire(message)
+    if type(error) is not ServiceError:
+        return error
     return {400: InvalidRequestError, 499: CancelledError, 503: UnavailableError}.get(status, ServiceError)(message)
-
-
-def _error_of_text(message: str) -> type[ServiceError] | None:
-    """Return the class of an error by its message, since its code is not transmitted."""
-    for mark, kind in MARKS.items():
-        if mark in message:
-            return kind
-    if "Exceeds maximum queue size" in message or "Request timeout expired" in message:
-        return UnavailableError
-    return None
-
-
-def _traced(traceparent: str | None) -> dict[str, str] | None:
-    """Parameters of a request with its trace context."""
-    return {TRACEPARENT: traceparent} if traceparent else None
 
 
 def _microseconds(seconds: float | None) -> int | None:

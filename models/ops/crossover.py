@@ -1,9 +1,9 @@
 """Sizes from which a variant is faster than the one after it: measured once for a machine, and kept.
 
-Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set, number
-of threads and size. `tune_for_cpu` times both in turns, in some 0.3 s, and keeps what it found in the user's cache;
-freed memory is kept before, or page faults would be timed too. Until then, where nothing can be written, and with
-MEGADIT_VARIANTS=rule, a rule decides.
+Two libraries compute the same up to rounding, and which of them is faster depends on processor, instruction set and
+size. `tune_for_cpu` times both in turns, in some 0.5 s, and keeps what it found in the user's cache. One thread is
+timed, as several wait for each other beside a busy process; freed memory is kept before, or page faults would be timed
+too. Until then, where nothing can be written, and with MEGADIT_VARIANTS=rule, a rule decides.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -23,7 +23,8 @@ from megadit.models.shared.files import cache_folder, held_alone, read_json, wri
 CROSSOVERS: dict[str, "Crossover"] = {}
 """All of them by name."""
 NEVER = math.inf
-NUM_ROUNDS = 5
+FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 3, 15, 0.02
+"""Pairs of calls: the fewest, and the most that take less time together."""
 MARGIN = 0.1
 """Logarithm of a ratio, summed over sizes, below which the rule stays: noise would change last bits."""
 INSTRUCTIONS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -63,8 +64,7 @@ class Crossover:
 
 
 def tune_for_cpu() -> None:
-    """Keeps freed memory, and sets all sizes for this process's processor, instructions and threads, measured by the
-    first process that asks."""
+    """Keeps freed memory, and sets all sizes for this processor and its instructions, as the first process measured."""
     keep_freed_memory()
     if os.environ.get("MEGADIT_VARIANTS") == "rule":
         return
@@ -98,10 +98,20 @@ def keep_freed_memory() -> None:
 
 def _measure(path: os.PathLike, machine: str) -> dict[str, float]:
     """Measure all sizes, and keep them; the caller's random numbers stay as they were."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
         found = {name: crossover.measure() for name, crossover in CROSSOVERS.items()}
     write_json(path, _read_all(path) | {machine: found})
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def describe_crossovers() -> dict[str, str]:
@@ -113,8 +123,7 @@ def describe_crossovers() -> dict[str, str]:
 
 def _machine() -> str:
     held = {name: os.environ[name] for name in INSTRUCTIONS if name in os.environ}
-    about = (processor(), torch.backends.cpu.get_cpu_capability(), held, torch.__version__, torch.get_num_threads())
-    return json.dumps(about)
+    return json.dumps((processor(), torch.backends.cpu.get_cpu_capability(), held, torch.__version__))
 
 
 def _read_all(path: os.PathLike) -> dict:
@@ -134,7 +143,9 @@ def _read(path: os.PathLike, machine: str) -> dict[str, float] | None:
 def _ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
     """Processor time of ours / theirs, the least of each, in turns: neighbours and changes of clock slow both."""
     ours(), theirs()
-    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(NUM_ROUNDS)]
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < FEWEST_ROUNDS or (len(pairs) < MOST_ROUNDS and sum(map(sum, pairs)) < ENOUGH_SECONDS):
+        pairs.append((_seconds(ours), _seconds(theirs)))
     return min(ours for ours, _ in pairs) / min(theirs for _, theirs in pairs)
 
 

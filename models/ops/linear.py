@@ -23,7 +23,7 @@ FEWEST_MULTIPLICATIONS = 2**21
 """Minimum number of multiplications for oneDNN by the rule: smaller products take less time than its call."""
 _BY_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 """The oneDNN op of torch's compiler on CPUs: (x, weight, bias, activation, its scalars, its algorithm)."""
-SIZES = () if _BY_ONEDNN is None else tuple(2**power for power in range(21, 28, 2))
+SIZES = () if _BY_ONEDNN is None else tuple(2**power for power in (21, 23, 25, 27, 28))
 """Numbers of multiplications at which products are timed."""
 
 

@@ -33,9 +33,6 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.backend.adapters import admit, asked_adapters, batches_of, defaults_with, shares_of_work
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import (
-    ADAPTER_MARK,
-    DEADLINE_MARK,
-    GUARDRAIL_MARK,
     AdapterNotFoundError,
     CancelledError,
     DeadlineExceededError,
@@ -313,7 +310,7 @@ def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
         if open_request.is_cancelled():
             open_request.finish(CancelledError("the request was cancelled"))
         elif open_request.seconds is not None and clock.seconds() > open_request.seconds:
-            open_request.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {open_request.seconds:g} s"))
+            open_request.finish(DeadlineExceededError(f"not done within {open_request.seconds:g} s"))
 
 
 def _send_progress(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: bool) -> None:
@@ -381,9 +378,9 @@ def _num_videos(request: VideoRequest) -> int:
 def _fail(open_request: OpenRequest, error: Exception) -> None:
     match error:
         case MissingAdapterError():
-            answer = AdapterNotFoundError(f"{ADAPTER_MARK}: {error}")
+            answer = AdapterNotFoundError(str(error))
         case Refused():
-            answer = HeldBackError(f"{GUARDRAIL_MARK}: {error}")
+            answer = HeldBackError(str(error))
         case UserError():
             answer = InvalidRequestError(str(error))
         case _:

@@ -35,6 +35,7 @@ from megadit.serve.events import (
     Event,
     InvalidRequestError,
     ServiceError,
+    error_to_wire,
     event_to_wire,
 )
 from megadit.serve.service_info import ServiceInfo
@@ -143,7 +144,9 @@ class _Answer:
             code = pb_utils.TritonError.INVALID_ARG
         elif isinstance(error, (CancelledError, DeadlineExceededError)):
             code = pb_utils.TritonError.CANCELLED
-        self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), flags=final)
+        self._sender.send(
+            pb_utils.InferenceResponse(error=pb_utils.TritonError(error_to_wire(error), code)), flags=final
+        )
 
 
 def _traceparent(request: Any) -> str | None:

@@ -274,7 +274,7 @@ def test_adapters_at_fault_fail_alone(engine, adapter_dir, bundle_dir, tmp_path)
     engine.adapters = own
     engine.info = replace(engine.info, limits=replace(engine.info.limits, max_adapter_bytes=1 << 20))
     faults = {
-        "nowhere": "adapter not found: there is no adapter 'nowhere'",
+        "nowhere": "there is no adapter 'nowhere'",
         "../outside": "no path",
         "/etc/passwd": "no path",
         ".one": "no path",

@@ -2,6 +2,7 @@
 
 import io
 import queue
+import threading
 import time
 import urllib.request
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from megadit.serve.events import (
     UnavailableError,
     VideoResult,
 )
+from megadit.serve.launch.local_server import LocalServer
 from tests.serve import conftest
 from tests.serve.conftest import once_more_after_a_crash
 from tests.serve.gateway.served_up import num_waiting
@@ -146,6 +148,44 @@ def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server):
             error = answers.get(timeout=SECONDS)
             raw.stop_stream(cancel_requests=True)
         assert error is not None and "Deadline" not in str(error), case
+
+
+@once_more_after_a_crash
+def test_no_request_leaves_a_thread_here(server, grpc_client):
+    """Refused and cancelled ones left tritonclient's."""
+    threads = threading.active_count()
+    for _ in range(20):
+        with pytest.raises(InvalidRequestError):
+            grpc_client.generate(VideoRequest(prompt="a", num_steps=-1))
+        generation = grpc_client.stream(LONG)
+        next(iter(generation))
+        generation.close()
+    deadline = time.monotonic() + SECONDS
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_triton_frees_every_request(tritonserver, repository, tmp_path):
+    """Then it stops by itself: a model with a request that was not freed is never unloaded."""
+    log = tmp_path / "triton.log"
+
+    def ask(number: int) -> None:
+        client = VideoClient(f"grpc://{server.grpc_url}")
+        for _ in range(250):
+            with pytest.raises(InvalidRequestError):
+                client.generate(VideoRequest(prompt="a", num_steps=-1))
+        generation = client.stream(LONG)
+        for _ in range(number):
+            next(iter(generation))
+        generation.close()
+
+    with LocalServer(repository, models=("text_to_video",), stop_seconds=20, log=log) as server:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(8)))
+    assert "successfully unloaded 'text_to_video'" in log.read_text()
+    assert "Exit timeout expired" not in log.read_text()
 
 
 def test_malformed_json_is_answered(server):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megadit.models.machine import processor
 from megadit.models.ops import crossover, linear
 from megadit.models.ops.crossover import CROSSOVERS, NEVER, Crossover, describe_crossovers, tune_for_cpu
 from megadit.models.ops.reference import batch_attention
@@ -77,13 +78,24 @@ def test_real_races_take_part_in_the_clock_of_processors(monkeypatch):
     assert crossover._ratio(takes(2), takes(5)) == 3 / 6
 
 
+def test_one_thread_is_timed_and_the_others_are_there_afterwards(ratios, monkeypatch):
+    threads = []
+    monkeypatch.setattr(crossover, "_ratio", lambda name, size: threads.append(torch.get_num_threads()) or 1.0)
+    torch.set_num_threads(3)
+    try:
+        tune_for_cpu()
+        assert set(threads) == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
     tune_for_cpu()
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS)
     assert {one.size for one in CROSSOVERS.values()} == {SIZES[0]}
     file = tmp_path / "megadit" / "variants.json"
     (machine,) = json.loads(file.read_text())
-    for part in (torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())):
+    for part in (torch.__version__, torch.backends.cpu.get_cpu_capability(), processor()):
         assert part in machine
     for one in CROSSOVERS.values():
         one.use(None)
@@ -91,13 +103,11 @@ def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS) and linear.PRODUCT.size == SIZES[0]
 
 
-@pytest.mark.parametrize("what", ["threads", "instructions", "name"])
+@pytest.mark.parametrize("what", ["instructions", "name"])
 def test_another_machine_is_measured_by_itself(ratios, tmp_path, monkeypatch, what):
     tune_for_cpu()
     ratios[linear.PRODUCT.name] = dict.fromkeys(SIZES, 2.0)
-    if what == "threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    elif what == "instructions":
+    if what == "instructions":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # as none of tests/machines.sh
     else:
         monkeypatch.setattr(crossover, "processor", lambda: "another")
@@ -119,7 +129,8 @@ def test_a_damaged_cache_is_measured_again(ratios, tmp_path, content):
 
 
 def test_a_measurement_draws_none_of_the_callers_random_numbers(monkeypatch):
-    monkeypatch.setattr(crossover, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(crossover, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(crossover, "MOST_ROUNDS", 1)
     torch.manual_seed(0)
     expected = torch.randn(3)
     torch.manual_seed(0)
