@@ -169,7 +169,7 @@ class _Grpc:
             reader.start()
             try:
                 error = None
-                for message in _answers(responses, cancelled):
+                for message in _until_final(responses, cancelled):
                     if message.error_message:
                         error = error_from_wire(message.error_message)
                     elif message.infer_response.outputs:
@@ -194,7 +194,7 @@ def _read(call: Any, responses: queue.Queue) -> None:
     responses.put(end)
 
 
-def _answers(responses: queue.Queue, cancelled: threading.Event) -> Iterator[ModelStreamInferResponse]:
+def _until_final(responses: queue.Queue, cancelled: threading.Event) -> Iterator[ModelStreamInferResponse]:
     """The responses to a request, up to the final one or an error."""
     is_final = False
     while not is_final:
