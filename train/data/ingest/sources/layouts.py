@@ -5,7 +5,7 @@
 | `clip.mp4.json`, `clip.json`, `clip.txt`, `clip.caption`, `clip.mp4.txt`, `clip.TXT` | megadit, kohya, musubi |
 | `labels/clip.txt` for `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
 | `prompt.txt` for `videos.txt`, line by line | finetrainers, CogVideo |
-| `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
+| `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet`, `.csv.gz` in any folder | Hugging Face, DiffSynth, kohya |
 | any other table with captions whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
 | `captions.txt` as a CSV, or without a header a file and its caption in a line | Flickr8k |
 | `*.toml` with `caption_extension`, and with folders of masks and conditions | kohya, musubi, diffusion-pipe |
@@ -23,7 +23,7 @@ from megadit.models.shared.captions import MAX_CAPTION_BYTES, caption_columns, f
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.sources.listing import Reading
-from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table
+from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table, table_suffix
 from megadit.train.data.ingest.sources.sniff import NEVER, is_media_name
 
 METADATA = "metadata"
@@ -87,12 +87,12 @@ def find_tables(folder: Folder, split: str, reading: Reading) -> list[Table]:
     metadata, others, documents = [], [], {}
     for name in folder.names():
         path = PurePosixPath(name)
-        if not name.lower().endswith(TABLES) and path.name.lower() not in TEXT_LISTS:
+        if table_suffix(name) not in TABLES and path.name.lower() not in TEXT_LISTS:
             continue
         stem = name.removesuffix(path.suffix)
         if path.suffix.lower() in SIDE_SUFFIXES and (stem in folder or _is_of_media(folder, stem)):
             continue  # it is the caption of a single file
-        if path.stem.lower() == METADATA:
+        if path.name.lower().removesuffix(".gz") == METADATA + table_suffix(name):
             metadata.append(_table(folder, name))
             continue
         if split_of(name, is_file=True) not in (None, split):

@@ -1,12 +1,14 @@
-"""Rows of tables: CSV with any separator, JSON lines, JSON and Parquet."""
+"""Rows of tables: CSV with any separator, JSON lines and JSON, also compressed by gzip, and Parquet."""
 
 import csv
+import gzip
 import io
 import re
+import zlib
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from megadit.models.shared.captions import caption_columns, encoding_of, file_columns
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json
@@ -17,6 +19,7 @@ from megadit.train.data.ingest.sources.sniff import is_media_name
 
 JSON = (".jsonl", ".ndjson", ".json")
 TABLES = (".csv", ".tsv", *JSON, ".parquet")
+_GZIP = ".gz"
 SEPARATORS = ",;\t|"
 HEAD_CHARACTERS = 1 << 16
 """Characters of a file by which lines of JSON are told from a document."""
@@ -38,7 +41,7 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
     Raises:
         UserError: if it is none, or broken.
     """
-    suffix = PurePosixPath(path).suffix.lower()
+    suffix = table_suffix(path)
     try:
         if suffix == ".parquet":
             yield from read_parquet(path)
@@ -64,19 +67,38 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
             f"{path} cannot be read: it is not {error.encoding.upper()}; --caption_encoding cp1252 reads what Windows "
             "wrote"
         ) from None
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def table_suffix(name: str) -> str:
+    """The suffix of a table in small letters, without that of its compression."""
+    return PurePosixPath(name.lower().removesuffix(_GZIP)).suffix
 
 
 def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
     """A file as text, in the encoding that its first bytes say, or the one that was named; line ends as they are."""
     file = open_file(path)
+    if path.lower().endswith(_GZIP):
+        file = _Unzipped(file)
     name = encoding_of(file.read(1024), encoding)
     file.seek(0)
     text = io.TextIOWrapper(file, encoding=name, newline="")
     if text.read(1) != "\ufeff":
         text.seek(0)
     return text
+
+
+class _Unzipped(gzip.GzipFile):
+    """A compressed file that is closed with its contents."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(fileobj=file, mode="rb")
+        self._compressed = file
+
+    def close(self) -> None:
+        super().close()
+        self._compressed.close()
 
 
 def _has_lines(path: str, encoding: str | None, suffix: str) -> bool:
@@ -144,8 +166,8 @@ def _likelihood(header: str, separator: str) -> tuple[bool, int]:
 
 
 def json_rows(document: Any) -> Iterator[Any]:
-    """The rows in a JSON document: a list, one inside an object, columns, objects by the names of their files, or the
-    pictures and annotations of COCO and MSR-VTT."""
+    """The rows in a JSON document: a list, one inside an object, columns (also apart from rows, as pandas splits them),
+    objects by the names of their files, or the pictures and annotations of COCO and MSR-VTT."""
     if isinstance(document, list):
         yield from document
         return
@@ -162,6 +184,9 @@ def json_rows(document: Any) -> Iterator[Any]:
                 if isinstance(each, dict) and "caption" in each and (about := by_id.get(str(each.get(key)))):
                     yield {"file_name": about.get(name), "caption": each.get("caption"), "split": about.get("split")}
             return
+    if isinstance(document.get("columns"), list) and isinstance(document.get("data"), list):
+        yield from (dict(zip(document["columns"], row, strict=False)) for row in document["data"])
+        return
     lists = [value for value in document.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists:
         yield from next((rows for rows in lists if file_columns(tuple(rows[0]))), lists[0])

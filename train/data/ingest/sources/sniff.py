@@ -22,7 +22,7 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
 }
 NEVER = frozenset(
     ".txt .caption .json .jsonl .ndjson .csv .tsv .parquet .toml .yaml .yml .md .npy .npz .pt .pth .safetensors .bin "
-    ".pkl .pickle .py .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar "
+    ".pkl .pickle .py .gz .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar "
     ".part .crdownload .download .opdownload .tmp .bak .orig".split()
 )
 """Suffixes of texts, tables, tensors and sound, of unfinished downloads and copies: not opened to see whether they are

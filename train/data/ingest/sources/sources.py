@@ -44,7 +44,7 @@ from megadit.train.data.ingest.sources.layouts import (
     split_of,
 )
 from megadit.train.data.ingest.sources.listing import Listing, Reading, as_text, stamp_of
-from megadit.train.data.ingest.sources.rows import REST, TABLES, open_text
+from megadit.train.data.ingest.sources.rows import REST, TABLES, open_text, table_suffix
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, SUFFIXES, is_media_name, kinds_of
 from megadit.train.dataset.places import is_url
 
@@ -337,7 +337,7 @@ class _Lister:
         other: Kind = "image" if self.kind == "video" else "video"
         if other in kinds_in(self.folder, name):
             return f"{other} (megadit prepare {other}s)"
-        if suffix in TABLES:
+        if table_suffix(name) in TABLES:
             return f"{suffix} of no {self.kind}, or without captions"
         if suffix in SIDE_SUFFIXES:
             return f"{suffix} of no {self.kind}, or beside another caption of it"

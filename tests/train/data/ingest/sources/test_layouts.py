@@ -1,6 +1,7 @@
 """Captions of every kind, encoding and layout: each is its own file's, or the file is left out for a true reason."""
 
 import csv
+import gzip
 import io
 import json
 import tarfile
@@ -52,6 +53,7 @@ def captions(root: Path, kind: str = "image", table: str | None = None, **readin
 
 
 A, B = {"a.png": PICTURE}, {"b.png": PICTURE}
+CSV = "file_name,text\na.png,a cat\nb.png,a dog\n"
 BESIDE = {
     "text": ({"a.txt": " a cat \r\n"}, ("a cat",)),
     "caption": ({"a.caption": "a cat"}, ("a cat",)),
@@ -321,6 +323,22 @@ def test_a_broken_table_gives_no_file_another_caption(tmp_path, content, message
         list_folder(tmp_path, "image")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(CSV.encode())[:-9], "cannot be read: .*ended before"),
+        (b"\x1f\x8b\x08" + bytes(30), "cannot be read"),
+        (CSV.encode(), "cannot be read: .*gzip"),
+        (gzip.compress(b"file_name,text\na.png," + bytes(1 << 26)), "a line of .* is longer"),
+    ],
+    ids=["cut off", "broken", "not compressed", "a line without end"],
+)
+def test_a_compressed_table_that_cannot_be_read_is_named(tmp_path, content, message):
+    write(tmp_path, A | {"metadata.csv.gz": content})
+    with pytest.raises(UserError, match=message):
+        list_folder(tmp_path, "image")
+
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
 TEXTS = st.lists(TEXT.filter(lambda text: not is_blank(text)), min_size=1)
 
@@ -552,7 +570,6 @@ def test_links_that_lead_out_are_counted_and_not_read(tmp_path):
 # --- tables as other tools write them -------------------------------------------------------------------------------
 
 PAIRS = (("a", "a cat"), ("b", "a dog"))
-CSV = "file_name,text\na.png,a cat\nb.png,a dog\n"
 
 
 def turns(text: str, role: str = "role", content: str = "content", answer: str = "assistant") -> list[dict]:
@@ -605,6 +622,11 @@ OF_TOOLS = {
     "Charades": {"train.csv": CSV.replace("file_name,text", "id,descriptions").replace(".png", "")},
     "OpenHumanVid": {"a.csv": CSV.replace("file_name,text", "path,summary_caption")},
     "titles": {"a.csv": CSV.replace("text", "title")},
+    "WebVid": {"2M_train.csv": "videoid,contentUrl,page_dir,name\na,http://x/a,1,a cat\nb,http://x/b,2,a dog\n"},
+    "compressed": {"metadata.csv.gz": gzip.compress(CSV.encode())},
+    "compressed lines": {
+        "all.jsonl.gz": gzip.compress(lines(*({"image": n, "text": text} for n, text in PAIRS)).encode())},
+    "split by pandas": {"table.json": {"columns": ["file_name", "text"], "index": [0, 1], "data": PAIRS}},
     "lists in a CSV": {"a.csv": 'images,text\n"[""a.png""]",a cat\n"[""b.png""]",a dog\n'},
 }  # fmt: skip
 
