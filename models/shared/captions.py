@@ -104,8 +104,9 @@ def decoded(content: bytes, encoding: str | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the caption column of a row (at most one): the first of the usual names, else one composed of their words
-    (`caption_long`, `video_description`), never `caption_score` or `negative_prompt`, else the title or WebVid's name."""
+    """Return at most one caption column of a row: the first of the usual names, else one composed of their words
+    (`caption_long`, `video_description`), not `caption_score` or `negative_prompt`, else the title or WebVid's `name`.
+    """
     found = _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)
     is_webvid = len(_chosen(columns, ("videoid", "page_dir"))) == 2
     return (found or _chosen(columns, ("title", "name") if is_webvid else ("title",)))[:1]
