@@ -60,4 +60,4 @@ def test_conversion_takes_the_memory_of_a_few_tensors(tmp_path, write_t5):
     (_, one), (size, four) = (convert_sparse(tmp_path / str(n), write_t5, n) for n in (1, 4))
     # the largest tensor, of 15,360 x 2,560 numbers, in a few copies
     assert four < 2**29 and size > 1e9, four
-    assert four < one + 100e6, (one, four)
+    assert four < one + 200e6, (one, four)  # three layers have 750 MB; a tensor more or less is freed late
