@@ -91,8 +91,9 @@ class _Linear(torch.autograd.Function):
 def _transposed_product(a_NO: Tensor, b_NI: Tensor) -> Tensor:
     """a^T b, [O, I]."""
     (rows, width), other = a_NO.shape, b_NI.shape[1]
-    # the first operand is copied in its new order, which takes longer than the product's own preparations
-    if rows * width <= rows * other + width * other:
+    # the first operand is copied in its new order, the other way round the second one and the result; for wide results
+    # the kernel itself is slower that way
+    if rows * width <= 2 * (rows * other + width * other):
         return linear(a_NO.t(), b_NI.t())
     return linear(b_NI.t(), a_NO.t()).t().contiguous()
 
