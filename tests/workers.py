@@ -41,6 +41,7 @@ FIRST = (
     "train/test_effects",
     "train/test_classification",
     "train/test_elastic",
+    "train/test_whole_step",
     "train/test_newer_megatron",
 )
 """Groups and files that start before others, in this order."""
