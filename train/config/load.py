@@ -130,7 +130,7 @@ def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
         return {}
     found = read_json(file)
     is_ours = isinstance(found, dict) and found.pop("type", None) == "dit"
-    return {name: value for name, value in found.items() if name in get_type_hints(DiTConfig)} if is_ours else {}
+    return {name: value for name, value in found.items() if name in DiTConfig.__dataclass_fields__} if is_ours else {}
 
 
 def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
