@@ -25,7 +25,7 @@ Options = TypeVar("Options")
 
 Groups = Mapping[str, Sequence[str]]
 """Title of a group of options in the help -> the names of its settings."""
-SIZE = Setting(name="size", help="height and width in pixels: 64x96", type=int, count=2, nargs=2, metavar=("HxW", ""))
+SIZE = Setting(name="size", help="height and width in pixels: 64x96", type=int, count=2, nargs=2)
 """The option of every command that has a height and a width, in place of both."""
 MOST_IN_ONE_LIST = 16
 """Options of a command without groups."""
@@ -213,7 +213,9 @@ def _help(about: Setting) -> str | None:
     return described(about).replace("%", "%%") or None
 
 
-def _metavar(about: Setting) -> str | None:
+def _metavar(about: Setting) -> str | tuple[str, ...] | None:
+    if about.name == SIZE.name and about.count == SIZE.count:
+        return "HxW", ""  # parsers also take both numbers apart
     if about.metavar is None and isinstance(about.choices, tuple | list):
         return f"{{{','.join(about.choices)}}}"
     if about.metavar is None and not about.positional:
