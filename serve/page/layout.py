@@ -93,7 +93,7 @@ class _VideoTab:
 
     def _lay_out_inputs(self) -> None:
         asks = "what should be seen?" if view.makes_images(self.studio.info) else "what should happen?"
-        asks += " Shift+Enter makes it."
+        asks += " Shift+Enter generates."
         self.prompt = gr.Textbox(label="Prompt", lines=2, autofocus=True, placeholder=asks, elem_id="prompt")
         samples = [[text] for text in self.studio.info.examples]
         self.examples = gr.Dataset(
@@ -101,7 +101,7 @@ class _VideoTab:
         )
         self.conditioning = ConditioningInputs(self.studio)
         with gr.Row():
-            self.make = gr.Button("Make it", variant="primary", elem_id="make", min_width=100)
+            self.make = gr.Button("Generate", variant="primary", elem_id="make", min_width=100)
             self.cancel = gr.Button("Cancel", elem_id="cancel", interactive=False, min_width=100)
         with gr.Accordion("Settings", open=True, elem_id="settings"):
             self.negative = gr.Textbox(
@@ -120,7 +120,7 @@ class _VideoTab:
         self.stage = gr.HTML(view.empty_stage(self.studio.info, self.sizes.presets[0]), elem_id="stage")
         self.facts = gr.HTML('<div class="facts"></div>', elem_id="facts")
         with gr.Row():
-            self.again = gr.Button("Make it again", elem_id="again", interactive=False, min_width=100)
+            self.again = gr.Button("Generate again", elem_id="again", interactive=False, min_width=100)
             self.download = gr.DownloadButton("Download", elem_id="download", interactive=False, min_width=100)
 
     def _wire(self) -> None:
@@ -224,7 +224,7 @@ class _CompareTab:
                 self.seed = Seed(elem_id="seed2")
         self.sizes = Sizes(studio, elem_id="size2")
         with gr.Row():
-            self.make = gr.Button("Make both", variant="primary", elem_id="make2", min_width=100)
+            self.make = gr.Button("Generate both", variant="primary", elem_id="make2", min_width=100)
             self.cancel = gr.Button("Cancel", elem_id="cancel2", min_width=100)
         self.samplings, self.stages, self.facts = [], [], []
         with gr.Row(equal_height=False):

@@ -181,10 +181,10 @@ def facts(
         str(request.sampler),
         size_text(request),
         *(f"{name.replace('_', ' ')} {value:g}" for name in SLIDERS if (value := getattr(request, name))),
-        *(f"with a given {name.replace('_', ' ')}" for name in request.media()),
+        *(f"with {name.replace('_', ' ')}" for name in request.media()),
         *(f"adapter {text}" for text in request.adapters or () if text),
         *([f"without: {request.negative_prompt}"] if request.negative_prompt else []),
-        *([f"made in {seconds:.1f} s"] if seconds is not None else []),
+        *([f"{seconds:.1f} s"] if seconds is not None else []),
         *(f"{name} {score:.4g}" for name, score in (scores or {}).items()),
         *([note] if note else []),
     ]
