@@ -1,4 +1,4 @@
-"""Conversion of colours to sRGB: transfers and primaries of videos, ICC profiles of pictures."""
+"""Conversion of colours to sRGB: transfers and primaries of videos and pictures, ICC profiles of pictures."""
 
 import io
 from functools import lru_cache
@@ -8,6 +8,7 @@ from PIL import Image, ImageCms
 
 PQ, HLG = 16, 18
 """Transfers of high dynamic range, by their numbers in ITU-T H.273."""
+_SRGB_CURVE = 13
 WIDE = {
     9: ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046)),  # BT.2020
     11: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),  # DCI P3
@@ -41,7 +42,11 @@ def to_screen(picture_HWC: np.ndarray, transfer: int, primaries: int) -> np.ndar
     if transfer in (PQ, HLG):
         brightest = linear.max(axis=-1, keepdims=True)
         linear *= _rolled_off(brightest) / np.maximum(brightest, 1e-9)
-    return (255 * np.clip(linear, 0, 1) ** np.float32(1 / 2.4)).round().astype(np.uint8)
+    light = np.clip(linear, 0, 1)
+    signal = light ** np.float32(1 / 2.4)
+    if transfer == _SRGB_CURVE:
+        signal = np.where(light <= 0.0031308, 12.92 * light, 1.055 * signal - 0.055)
+    return (255 * signal).round().astype(np.uint8)
 
 
 @lru_cache(maxsize=4)
@@ -66,6 +71,8 @@ def _linear(signal: np.ndarray, transfer: int) -> np.ndarray:
         b, c = 1 - 4 * a, 0.5 - a * np.log(4 * a)
         scene = np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - c) / a) + b) / 12)
         return _PEAK * scene**1.2
+    if transfer == _SRGB_CURVE:
+        return np.where(signal <= 0.04045, signal / 12.92, ((signal + 0.055) / 1.055) ** 2.4)
     return signal**2.4  # BT.1886
 
 
@@ -83,6 +90,16 @@ def _to_xyz(primaries: tuple[tuple[float, float], ...]) -> np.ndarray:
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def coded_to_srgb(image: Image.Image, transfer: int, primaries: int) -> Image.Image:
+    """A picture in sRGB whose colours are of this transfer and these primaries; unchanged if it is."""
+    if not conversion(transfer, primaries) or image.mode not in ("RGB", "RGBA"):
+        return image
+    shown = Image.fromarray(to_screen(np.asarray(image.convert("RGB")).astype(np.uint16) * 257, transfer, primaries))
+    if image.mode == "RGBA":
+        shown.putalpha(image.getchannel("A"))
+    return shown
 
 
 def profile_to_srgb(image: Image.Image) -> Image.Image:

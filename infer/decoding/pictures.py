@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin
 
 from megadit.infer.decoding.animations import webp_size
-from megadit.infer.decoding.colour import profile_to_srgb
+from megadit.infer.decoding.colour import coded_to_srgb, conversion, profile_to_srgb
 from megadit.infer.decoding.rules import CONVERSIONS, Rules, UnusableSourceError, opaque
 from megadit.models.shared.errors import UserError
 
@@ -25,6 +25,10 @@ UNREADABLE = "it is not a picture in a format that Pillow supports here"
 _APP1 = "Raw profile type APP1"
 """EXIF in a PNG of ImageMagick, whose other name alone Pillow reads."""
 _EXIF_BOX, _MAX_EXIF, _MOST_BOXES = b"JpgTiffExif->JP2", 1 << 16, 1000
+_CODES = {"PNG": (b"\0\0\0\x04cICP", ">BB"), "AVIF": (b"colrnclx", ">HH"), "HEIF": (b"colrnclx", ">HH")}
+"""Format -> what precedes the numbers in H.273 of a picture's primaries and transfer, and their form."""
+_CODES_WITHIN = 1 << 16
+_SRGB = 1, 13
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """TIFF tag that says whether zero is white."""
@@ -58,9 +62,15 @@ def read_picture(
             image.getexif()
         upright = ImageOps.exif_transpose(image)
         grey = _eight_bits(upright, image)
-        colours = profile_to_srgb(grey)
+        primaries, transfer = _codes(file, image)
+        coded = coded_to_srgb(grey, transfer, primaries)
+        colours = coded if coded is not grey else profile_to_srgb(grey)
         shown = opaque(colours, rules)
-        changes = {"deep grey": grey is not upright, "colour profile": colours is not grey}
+        changes = {
+            "deep grey": grey is not upright,
+            conversion(transfer, primaries): coded is not grey,
+            "colour profile": colours is not coded,
+        }
         shown.info[CONVERSIONS] = tuple(name for name, is_changed in changes.items() if is_changed)
         return shown
     except (UnusableSourceError, UserError):
@@ -84,6 +94,18 @@ def _exif_of_boxes(file: BinaryIO) -> bytes:
             return b"Exif\0\0" + file.read(min(size, _MAX_EXIF))
         place += max(size, 8)
     return b""
+
+
+def _codes(file: BinaryIO, image: Image.Image) -> tuple[int, int]:
+    """The numbers of a picture's primaries and transfer; those of sRGB for one without, which may have a profile."""
+    mark, form = _CODES.get(image.format or "", (b"", ""))
+    if not mark or (image.format != "PNG" and image.info.get("icc_profile")):  # in a PNG they precede its profile
+        return _SRGB
+    file.seek(0)
+    head = file.read(_CODES_WITHIN)
+    _, found, numbers = (head.partition(b"IDAT")[0] if image.format == "PNG" else head).partition(mark)
+    size = struct.calcsize(form)
+    return struct.unpack(form, numbers[:size]) if found and len(numbers) >= size else _SRGB
 
 
 @cache

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageCms, PngImagePlugin
 
 from .drawing import FIELDS, HEIGHT, WIDTH, Make, Row, frames, picture, see_through, stored_as
-from .flags import HIDDEN
+from .flags import BT2020, HIDDEN, coded
 
 # --- pictures -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +112,41 @@ def in_p3() -> Image.Image:
     return ImageCms.profileToProfile(plain(), *source)
 
 
+def _coded(path: Path, *, primaries: int, transfer: int, make: Callable[[], Image.Image]) -> None:
+    """With numbers of H.273 in place of a profile."""
+    image = make()
+    image.info.pop("icc_profile", None)
+    image.save(path, quality=95)
+    content = path.read_bytes()
+    if path.suffix == ".avif":
+        before, mark, after = content.partition(b"colrnclx")
+        path.write_bytes(before + mark + struct.pack(">HH", primaries, transfer) + after[4:])
+    else:
+        chunk = b"cICP" + bytes([primaries, transfer, 0, 1])
+        framed = struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        path.write_bytes(content[:33] + framed + content[33:])
+
+
+def _coded_rows(suffix: str) -> list[Row]:
+    def see_through_p3() -> Image.Image:
+        image = in_p3()
+        image.putalpha(clear().getchannel("A"))
+        return image
+
+    kinds = {
+        "p3": (12, 13, in_p3, FIELDS),
+        "p3_alpha": (12, 13, see_through_p3, HIDDEN),
+        "hlg": (9, 18, lambda: Image.fromarray(picture(5, fields=coded(BT2020, 18))), FIELDS),
+        "pq": (9, 16, lambda: Image.fromarray(picture(5, fields=coded(BT2020, 16))), FIELDS),
+    }
+    return [
+        Row(name=f"{name}_coded.{suffix}", make=partial(_coded, primaries=primaries, transfer=transfer, make=make),
+            numbers=(5,) if transfer == 13 else None, fps=0.0, near=14, fields=fields)
+        for name, (primaries, transfer, make, fields) in kinds.items()
+        if name != "pq" or suffix == "png"  # its eight bits are too few for an encoder with losses
+    ]  # fmt: skip
+
+
 def _exif(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -184,6 +219,7 @@ PICTURES = [
       for colour, fields in ((2, FIELDS), (4, HIDDEN_GREY), (6, HIDDEN))),
     *(_still(f"p3.{suffix}", in_p3, near=12, icc_profile=p3_profile(), **options)
       for suffix, options in (("jpg", {"quality": 95}), ("png", {}), ("webp", {"lossless": True}), ("tif", {}))),
+    *(row for suffix in ("png", "avif") for row in _coded_rows(suffix)),
     _still("srgb.jpg", quality=95, icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
     _still("profile_of_nothing.png", icc_profile=b"not a profile"),
     *(_exif_still(orientation, "jpg") for orientation in EXIF),
