@@ -4,6 +4,7 @@ import ast
 import codecs
 import math
 import re
+import string
 import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -20,6 +21,8 @@ CAPTION_COLUMNS = (
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path", "vision_path")
 ASSISTANT_ROLES = ("gpt", "assistant", "model")
 """Roles in conversations whose turns hold the caption."""
+_MEDIA_CONTENT = ("image", "video", "image_url")
+"""Types of the parts of a message that are no text."""
 MAX_CAPTION_BYTES = 1 << 20
 MARKS = {
     codecs.BOM_UTF8: "utf-8",
@@ -35,6 +38,7 @@ _SHORT = 4
 """Minimum for the longest caption's words, for this ratio."""
 _CAMEL = re.compile(r"[\s-]+|(?<=[a-z])(?=[A-Z])")
 """Boundaries of words in the name of a column, besides underscores: `Image Name`, `imageName`."""
+_BLANK = f"{string.whitespace}\u00a0\u200b\ufeff"
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
 _BETWEEN = re.compile(r"\[[\s,]*\]")
@@ -92,7 +96,7 @@ def decoded(content: bytes, encoding: str | None = None) -> str:
     """
     name = encoding_of(content[:1024], encoding)
     try:
-        return content.decode(name).removeprefix("\ufeff")
+        return content.decode(name).lstrip("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"byte {error.start} is not {name.upper()}; --caption_encoding cp1252 reads what Windows wrote"
@@ -107,9 +111,22 @@ def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
     """Return at most one caption column of a row: the first of the usual names, else one composed of their words
     (`caption_long`, `video_description`), not `caption_score` or `negative_prompt`, else the title or WebVid's `name`.
     """
-    found = _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)
+    found = _all_caption_columns(columns)
     is_webvid = len(_chosen(columns, ("videoid", "page_dir"))) == 2
     return (found or _chosen(columns, ("title", "name") if is_webvid else ("title",)))[:1]
+
+
+@lru_cache(maxsize=4096)
+def _all_caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
+    return _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)
+
+
+@lru_cache(maxsize=4096)
+def _other_forms(columns: tuple[str, ...], column: str) -> tuple[str, ...]:
+    """The columns that share a word with the one of captions: `long_caption` with `caption`, not `prompt`."""
+    says = {word.rstrip("s") for word in _plain(column).split("_")} & _SAYS_CAPTION
+    others = ((each, {word.rstrip("s") for word in _plain(each).split("_")}) for each in _all_caption_columns(columns))
+    return tuple(each for each, words in others if each != column and words & says)
 
 
 @lru_cache(maxsize=4096)
@@ -137,19 +154,24 @@ def _chosen(
     say: frozenset[str] = frozenset(),
     qualify: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
-    plain = {column: _CAMEL.sub("_", str(column).strip()).lower() for column in columns if column is not None}
+    plain = {column: _plain(column) for column in columns if column is not None}
     exact = [column for name in usual for column, other in plain.items() if other == name]
     words = {column: {word for word in name.split("_") if not word.isdecimal()} for column, name in plain.items()}
     made = [column for column, of in words.items() if of & say and of <= say | qualify and column not in exact]
     return (*exact, *made)
 
 
+def _plain(column: str) -> str:
+    return _CAMEL.sub("_", str(column).strip(_BLANK)).lower()
+
+
 # --- values -------------------------------------------------------------------------------------------------------
 
 
 def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """The captions of a row or a description, without duplicates, in the columns `asked` for or in the usual one; () if
-    they are empty or each describes another part of the clip, None if no column has any.
+    """The captions of a row or a description, without duplicates, in the columns `asked` for or in the usual one, and
+    where that is empty in another form of it (`long_caption`); () if they are empty or each describes another
+    part of the clip, None if no column has any.
 
     Raises:
         ValueError: for half a surrogate pair, which UTF-8 cannot encode.
@@ -158,6 +180,9 @@ def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ..
     if not columns:
         return None
     texts = [text for column in columns for text in texts_of(row.get(column))]
+    if not texts and not asked:
+        others = map(texts_of, map(row.get, _other_forms(tuple(row), columns[0])))
+        texts = next(filter(None, others), [])
     spans = () if asked or len(texts) < 2 else _time_columns(tuple(row))[1]
     if any(len(_SPAN.findall(str(row[column]))) == len(texts) for column in spans):
         return ()
@@ -193,6 +218,8 @@ def texts_of(value: Any) -> list[str]:
             return _texts_of_string(decoded(value).strip())
         case float() if math.isnan(value):
             return []
+        case dict() if value.get("type") in _MEDIA_CONTENT:
+            return []
         case dict():
             if columns := caption_columns(tuple(value)):
                 return texts_of(value[columns[0]])
@@ -211,6 +238,26 @@ def texts_of(value: Any) -> list[str]:
             return [text for each in value for text in texts_of(each)]
         case _:
             return [str(value)]
+
+
+def with_files(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with a column `files` if its files are in its messages, as Qwen's and OpenAI's, or named by InternVid's
+    columns."""
+    if file_columns(tuple(row)):
+        return row
+    internvid = [row.get(name) for name in ("YoutubeID", "Start_timestamp", "End_timestamp")]
+    if all(internvid):
+        return row | {"files": "_".join(map(str, internvid))}
+    turns = row.get("messages") or row.get("conversations")
+    found = [
+        part["image_url"].get("url")
+        if isinstance(part.get("image_url"), dict)
+        else part.get("image", part.get("video"))
+        for turn in (turns if isinstance(turns, list) else [])
+        for part in (turn.get("content") if isinstance(turn, dict) and isinstance(turn.get("content"), list) else [])
+        if isinstance(part, dict) and part.get("type") in _MEDIA_CONTENT
+    ]
+    return row | {"files": found} if found else row
 
 
 def files_of(value: Any) -> list[str]:

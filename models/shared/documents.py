@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import IO, Any
 
 import yaml
@@ -34,6 +35,10 @@ OTHER_FILES = PLACEHOLDERS | {
 """First bytes of a file that is no safetensors file -> what it is."""
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
 """Brackets, and strings, which may contain brackets; possessive, so that no text takes quadratic time."""
+_STRING = r'(?P<string>"[^"\\]*+(?:\\.[^"\\]*+)*+"?)'
+_COMMENT = re.compile(rf"{_STRING}|//[^\r\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/)?", re.DOTALL)
+_LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*+(?:[]}}]|\Z))", re.DOTALL)
+_END_OF_OBJECT = re.compile(rf"{_STRING}|\}}(?=\s*+\{{)", re.DOTALL)
 OLD_NUMBERS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 """Octal and base 60, which YAML 1.1 reads without quotes, and YAML 1.2 does not: 010 is 8, 4:00:00 is 14400."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -66,6 +71,28 @@ def parse_json(
         raise
     except ValueError as error:
         raise UserError(f"{where} is not valid JSON: {_in_short(error)}") from None
+
+
+def parse_loose_json(text: str, where: str, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
+    """Like `parse_json`, but ignores comments (`//`, `/* */`) and trailing commas;
+    consecutive objects are a list, and no value is an empty one.
+
+    Raises:
+        UserError: as `parse_json`, about the document as it is.
+    """
+    try:
+        return parse_json(text, where, max_bytes=max_bytes, is_finite=is_finite)
+    except UserError as error:
+        plain = _LAST_COMMA.sub(_string_or_blank, _COMMENT.sub(_string_or_blank, text))
+        joined = _END_OF_OBJECT.sub(lambda found: found["string"] or "},", plain)
+        for candidate in (plain, f"[{joined}]"):
+            with suppress(UserError):
+                return parse_json(candidate, where, max_bytes=max_bytes, is_finite=is_finite)
+        raise error
+
+
+def _string_or_blank(found: re.Match[str]) -> str:
+    return found["string"] or " "
 
 
 def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> Any:

@@ -25,6 +25,7 @@ from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.sources.listing import Reading
 from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table, table_suffix
 from megadit.train.data.ingest.sources.sniff import NEVER, is_media_name
+from megadit.train.dataset.places import is_url
 
 METADATA = "metadata"
 SIDE_SUFFIXES = (".json", ".txt", ".caption")
@@ -174,13 +175,15 @@ class Resolver:
     def why_not(self, name: str) -> str:
         """The reason for a name that is none of a file; "" where the folder gives one itself."""
         inner = self._inner(name)
+        if is_url(inner):
+            return "URL, not fetched (save the table as Parquet for `megadit prepare hf`)"
         if not self._folder.holds(inner):
             return "outside the source folder"
         is_there = any(each in self._folder.not_used for each in (self._base + inner, inner))
         return "" if is_there else "missing file"
 
     def _inner(self, name: str) -> str:
-        name = name.strip().replace("\\", "/")
+        name = name.strip().removeprefix("file://").replace("\\", "/")
         for root in self._folder.roots:
             name = name.removeprefix(f"{root}/")
         while name.startswith("./"):

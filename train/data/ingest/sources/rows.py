@@ -10,8 +10,8 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
-from megadit.models.shared.captions import caption_columns, encoding_of, file_columns
-from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json
+from megadit.models.shared.captions import caption_columns, encoding_of, file_columns, with_files
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_loose_json
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import open_file
 from megadit.train.data.ingest.sources.parquet import read_parquet
@@ -31,16 +31,24 @@ _CAPTION_NUMBER = re.compile(r"#\d+$")
 """The number of a caption that Flickr8k has after the name of a file."""
 _SENTENCE = re.compile(r"[^\W\d_]\s+[^\W\d_]|[\u0370-\U0010ffff]")
 """Two words, or a letter of other scripts: no header, score or name of a split."""
+_MISSING = frozenset(
+    "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
+)
+"""Values of a CSV that pandas, and so Hugging Face, reads as none."""
 REST = "\0rest"
 """The column of what a row of a CSV has more than its header."""
 
 
 def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of a table.
+    """Rows of a table, those without a column of files `with_files`.
 
     Raises:
         UserError: if it is none, or broken.
     """
+    yield from map(with_files, _read_table(path, encoding))
+
+
+def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
     suffix = table_suffix(path)
     try:
         if suffix == ".parquet":
@@ -52,11 +60,12 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
             with open_text(path, encoding) as file:
                 for number, line in enumerate(lines_of(file, path), 1):
                     if line.strip():
-                        yield _row(parse_json(line, f"line {number} of {path}", is_finite=False), path)
+                        found = parse_loose_json(line, f"line {number} of {path}", is_finite=False)
+                        yield from (_row(row, path) for row in (found if isinstance(found, list) else [found]))
         elif suffix in JSON:
             with open_text(path, encoding) as file:
                 content = file.read(MAX_JSON_BYTES + 1)
-            document = parse_json(content, path, max_bytes=MAX_JSON_BYTES, is_finite=False)
+            document = parse_loose_json(content, path, max_bytes=MAX_JSON_BYTES, is_finite=False)
             yield from (_row(row, path) for row in json_rows(document))
         else:
             raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
@@ -141,6 +150,9 @@ def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
             if names.count(name) > 1:
                 raise UserError(f"{path} has {names.count(name)} columns {name!r}; rename all but one")
         for row in rows:
+            if not any(row.get(REST, "x")):  # separators at the end of a line
+                del row[REST]
+            row |= dict.fromkeys((name for name in caption_columns(names) if row[name] in _MISSING), "")
             if REST in row and caption_columns(names) == names[-1:]:  # commas of a caption without quotes
                 row[names[-1]] = delimiter.join([row[names[-1]], *row.pop(REST)])
             if without_header:

@@ -27,7 +27,7 @@ from megadit.models.shared.captions import (
     span_of,
     texts_of,
 )
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import parse_loose_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.plan import Kind, Skip, Source
@@ -360,6 +360,8 @@ def _with_messages(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[s
 
 def _lacks(table: Table, what: str, names: Iterable[str], row: Iterable[str]) -> str:
     found = ", ".join(str(each) for each in row if each != REST)
+    if what == "files" and any(is_url(str(value)) for value in dict(row).values()):
+        return f"{table.path} has URLs, not files: save it as Parquet, and `megadit prepare hf` fetches them"
     return f"{table.path} has no column of {what}; name it one of {', '.join(names)}; it has {ascii(found)[1:-1][:200]}"
 
 
@@ -373,7 +375,7 @@ def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, 
     if PurePosixPath(name).suffix.lower() != ".json":
         text.encode()
         return (() if is_blank(text) else (text,)), None
-    values = parse_json(text, "it", is_finite=False) if text else {}
+    values = parse_loose_json(text, "it", is_finite=False) if text else {}
     if isinstance(values, dict):
         columns = tuple(column for column in reading.columns if column in values)
         return captions_in(values, columns) or (), score_in(values)

@@ -627,6 +627,21 @@ OF_TOOLS = {
     "compressed lines": {
         "all.jsonl.gz": gzip.compress(lines(*({"image": n, "text": text} for n, text in PAIRS)).encode())},
     "split by pandas": {"table.json": {"columns": ["file_name", "text"], "index": [0, 1], "data": PAIRS}},
+    "separators at the ends": {"metadata.csv": CSV.replace("\n", ",\n").replace("text,", "text")},
+    "an empty column": {"metadata.csv": CSV.replace("text", "caption,long_caption").replace(",a ", ",,a ")},
+    "marks before the header": {"metadata.csv": "\ufeff\ufeff\u200b" + CSV},
+    "comments and commas": {"metadata.json": "// pets\n[" + "".join(
+        f'{json.dumps({"image": f"{n}.png", "text": text})}, /* {n} */\n' for n, text in PAIRS) + "]"},
+    "lines that end in commas": {"metadata.jsonl": "// pets\n" + "".join(
+        f'{{"image": "{n}.png", "text": "{text}"}},\n' for n, text in PAIRS)},
+    "jq": {"metadata.jsonl": "\n".join(
+        json.dumps({"image": f"{n}.png", "text": text}, indent=2) for n, text in PAIRS)},
+    "Qwen": {"train.jsonl": lines(*(
+        {"messages": turns([{"type": "text", "text": text}, {"type": "image", "image": f"file://{n}.png"}])}
+        for n, text in PAIRS))},
+    "OpenAI": {"train.jsonl": lines(*(
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{n}.png"}}]},
+                      {"role": "assistant", "content": text}]} for n, text in PAIRS))},
     "lists in a CSV": {"a.csv": 'images,text\n"[""a.png""]",a cat\n"[""b.png""]",a dog\n'},
 }  # fmt: skip
 
@@ -635,6 +650,35 @@ OF_TOOLS = {
 def test_tables_of_other_tools(tmp_path, files):
     write(tmp_path, A | B | files)
     assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_internvid(form, tmp_path):
+    name = "-x_Y_00:00:30.797_00:00:36.002"
+    row = dict(zip(("YoutubeID", "Start_timestamp", "End_timestamp"), name.rsplit("_", 2), strict=True))
+    row |= {"Caption": "a cat", "Aesthetic_Score": 4.5}
+    table = lines(row) if form == "jsonl" else "".join(",".join(map(str, each)) + "\n" for each in (row, row.values()))
+    write(tmp_path, {f"clips/{name}.png": PICTURE, f"all.{form}": table})
+    assert captions(tmp_path) == {f"clips/{name}.png": ("a cat",)}
+
+
+@pytest.mark.parametrize("name", ["url", "file_name"])
+def test_a_table_of_urls_says_what_fetches_them(name, tmp_path):
+    write(tmp_path, A | {"metadata.csv": f"{name},text\nhttps://example.org/a.png,a cat\n"})
+    with pytest.raises(UserError, match=r"URL.*as Parquet.*megadit prepare hf"):
+        list_folder(tmp_path, "image")
+
+
+@pytest.mark.parametrize("missing", ["nan", "NULL", "N/A", "None"])
+def test_what_pandas_reads_as_missing_is_no_caption(missing, tmp_path):
+    write(tmp_path, A | B | {"metadata.csv": CSV.replace("a cat", missing)})
+    assert captions(tmp_path) == {"a.png": (), "b.png": ("a dog",)}
+
+
+@pytest.mark.parametrize("content", ['{"caption": "a cat",} // mine', "\ufeff\ufeffa cat"])
+def test_captions_beside_files_as_editors_leave_them(content, tmp_path):
+    write(tmp_path, A | {"a.json" if content[0] == "{" else "a.txt": content})
+    assert captions(tmp_path) == {"a.png": ("a cat",)}
 
 
 def test_a_row_of_several_files_is_left_out(tmp_path):
