@@ -19,6 +19,7 @@ from av.codec.context import Flags
 from megadit.infer.decoding import animations
 from megadit.infer.decoding.colour import NOT_CONVERTED
 from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
+from megadit.infer.decoding.cropping import NO_CROP, Crop, Cropper, crops_of
 from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.models.shared.documents import placeholder
@@ -44,9 +45,9 @@ def open_video(
             rules.check(*animations.webp_size(head))
             yield animations.WebpVideo(file, rules, beat)
             return
-        durations = _animation_durations(file, rules, containers)
+        durations, crops = _animation_durations(file, rules, containers), crops_of(file)
         with open_container(file, containers=containers, max_pixels=rules.max_pixels) as container:
-            yield Video(container, rules, beat, durations)
+            yield Video(container, rules, beat, durations, crops)
     except (av.FFmpegError, OSError, ValueError, EOFError) as error:
         if isinstance(error, UnusableSourceError):
             raise
@@ -74,7 +75,12 @@ class Video:
     """The video stream of a container that ffmpeg reads; of several, the one that players choose."""
 
     def __init__(
-        self, container: av.container.InputContainer, rules: Rules, beat: Callable[[], None], durations: list[int]
+        self,
+        container: av.container.InputContainer,
+        rules: Rules,
+        beat: Callable[[], None],
+        durations: list[int],
+        crops: list[Crop],
     ) -> None:
         streams = [stream for stream in container.streams.video if not _is_picture(stream)]
         if not streams:
@@ -88,6 +94,8 @@ class Video:
         self._stream.codec_context.thread_count = 1  # sources are read in parallel already
         self._stream.codec_context.flags |= Flags.unaligned  # else columns cropped at the left are shown
         rules.check(self._stream.width, self._stream.height)
+        crop = crops[self._stream.index] if self._stream.index < len(crops) else NO_CROP
+        self._cropper = Cropper(crop, self._stream.width, self._stream.height)
         self.is_regular = True
         """Whether the times of its frames are the file's own, so that seeking works."""
 
@@ -149,7 +157,7 @@ class Video:
         )
         for frame in deinterlaced(frames):
             self.is_regular = self.is_regular and clock.is_regular
-            yield frame
+            yield self._cropper(frame)
 
     def _decoded(self) -> Iterator[tuple[av.VideoFrame, np.ndarray | None, bool, bool]]:
         """(frame, alpha, whether it is damaged, whether others before it were lost).

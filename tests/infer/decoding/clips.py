@@ -2,6 +2,7 @@
 
 import io
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -85,6 +86,54 @@ def _of_photos(path: Path) -> None:
             container.mux(packet)
 
 
+def display_matrix(name: str) -> tuple[int, ...]:
+    a, b, c, d = (value << 16 for value in MATRICES[name])
+    return a, b, 0, c, d, 0, 0, 0, 1 << 30
+
+
+CROP = 16, 8, 32, 24
+"""Columns and rows that the container crops at the left, top, right and bottom."""
+
+
+def cropped(path: Path, *, matrix: str = "upright") -> None:
+    """By a clean aperture in the description of the track, which other containers take over."""
+    left, top, right, bottom = CROP
+    shown = [stored_as(matrix, each) for each in frames()]
+    height, width = shown[0].shape[:2]
+    padded = [np.pad(each, ((top, bottom), (left, right), (0, 0)), constant_values=255) for each in shown]
+    whole = path.with_suffix(".whole.mp4")
+    write(whole, padded, matrix=display_matrix(matrix))
+    content = bytearray(whole.read_bytes())
+    offsets = ((left - right) // 2, 1, (top - bottom) // 2, 1)
+    clap = struct.pack(">I4s4I4i", 40, b"clap", width, 1, height, 1, *offsets)
+    places, place, end = [], 0, len(content)
+    for kind, ahead in (
+        (b"moov", 8),
+        (b"trak", 8),
+        (b"mdia", 8),
+        (b"minf", 8),
+        (b"stbl", 8),
+        (b"stsd", 16),
+        (b"avc1", 8),
+    ):
+        while bytes(content[place + 4 : place + 8]) != kind:
+            place += int.from_bytes(content[place : place + 4], "big")
+        places.append(place)
+        end = place + int.from_bytes(content[place : place + 4], "big")
+        place += ahead
+    for place in places:
+        content[place : place + 4] = (int.from_bytes(content[place : place + 4], "big") + len(clap)).to_bytes(4, "big")
+    content[end:end] = clap
+    whole.write_bytes(content)
+    with av.open(str(whole)) as source, av.open(str(path), "w") as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                container.mux(packet)
+    whole.unlink()
+
+
 def video(name: str, codec: str = "libx264", pix_fmt: str = "yuv420p", **values: Any) -> Row:
     of_row = {key: values.pop(key) for key in list(values) if key in Row.__dataclass_fields__}
     return Row(name=name, make=partial(write, codec=codec, pix_fmt=pix_fmt, **values), needs=(codec,), **of_row)
@@ -131,6 +180,8 @@ PIXELS = [
               pictures=[np.pad(shown, ((8, 0), (left, 16), (0, 0))) for shown in frames()])
         for left in (2, 10, 32)
     ),
+    *(Row(name=f"clap.{suffix}", make=cropped) for suffix in ("mp4", "mov", "mkv")),
+    Row(name="clap_rot90.mov", make=partial(cropped, matrix="rot90")),
 ]  # fmt: skip
 
 
@@ -168,9 +219,8 @@ def untagged_hd(path: Path) -> None:
 
 
 def _turned(name: str, suffix: str) -> Row:
-    a, b, c, d = (value << 16 for value in MATRICES[name])
     stored = [stored_as(name, shown) for shown in frames()]
-    return video(f"{name}.{suffix}", pictures=stored, matrix=(a, b, 0, c, d, 0, 0, 0, 1 << 30))
+    return video(f"{name}.{suffix}", pictures=stored, matrix=display_matrix(name))
 
 
 TURNED = [_turned(name, suffix) for name in MATRICES for suffix in ("mp4", "mov")]
