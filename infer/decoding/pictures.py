@@ -29,6 +29,8 @@ _CODES = {"PNG": (b"\0\0\0\x04cICP", ">BB"), "AVIF": (b"colrnclx", ">HH"), "HEIF
 """Format -> what precedes the numbers in H.273 of a picture's primaries and transfer, and their form."""
 _CODES_WITHIN = 1 << 16
 _SRGB = 1, 13
+_GREY_STEPS = {"L;2": 85, "L;4": 17}
+"""Form of a PNG's grey -> step between its values, by which Pillow does not multiply the transparent one."""
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """TIFF tag that says whether zero is white."""
@@ -58,6 +60,8 @@ def read_picture(
             image.info["exif"] = _exif_of_boxes(file)
         elif _APP1 in image.info:
             image.info.setdefault("Raw profile type exif", image.info[_APP1])
+        if image.format == "PNG" and image.tile and isinstance(hidden := image.info.get("transparency"), int):
+            image.info["transparency"] = hidden * _GREY_STEPS.get(image.tile[0].args, 1)
         with suppress(SyntaxError):  # of damaged EXIF, which is not asked again
             image.getexif()
         upright = ImageOps.exif_transpose(image)

@@ -3,7 +3,7 @@
 import io
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -59,23 +59,33 @@ def _palette_in_part() -> Image.Image:
     return quantized
 
 
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _png(depth: int, colour: int, rows: Iterable[np.ndarray], more: bytes = b"") -> bytes:
+    """A PNG as Pillow does not write it."""
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", WIDTH, HEIGHT, depth, colour, 0, 0, 0)) + more
+    content = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    return b"\x89PNG\r\n\x1a\n" + head + _chunk(b"IDAT", content) + _chunk(b"IEND", b"")
+
+
 def _png16(path: Path, *, colour: int) -> None:
-    """A PNG of 16 bits a channel, which Pillow does not write: colour 2 is RGB, 4 grey with alpha, 6 RGBA."""
+    """16 bits a channel: colour 2 is RGB, 4 grey with alpha, 6 RGBA."""
     rgba = see_through(6)[5].astype(np.uint16) * 257
     values = {
         2: rgba[..., :3],
         6: rgba,
         4: np.dstack([np.asarray(plain().convert("L")).astype(np.uint16) * 257, rgba[..., 3]]),
     }[colour]
+    path.write_bytes(_png(16, colour, (row.astype(">u2") for row in values)))
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    head = struct.pack(">IIBBBBB", WIDTH, HEIGHT, 16, colour, 0, 0, 0)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+def _png_of_few_bits(path: Path, *, depth: int) -> None:
+    """Grey 1, 2, 3 and 0 in the four fields, of which 2 is transparent."""
+    levels = picture(0, fields=((1,) * 3, (2,) * 3, (3,) * 3, (0,) * 3))[..., :1]
+    bits = np.unpackbits(levels, axis=2)[..., 8 - depth :].reshape(HEIGHT, -1)
+    path.write_bytes(_png(depth, 0, np.packbits(bits, axis=1), _chunk(b"tRNS", struct.pack(">H", 2))))
 
 
 def _premultiplied(path: Path) -> None:
@@ -122,9 +132,7 @@ def _coded(path: Path, *, primaries: int, transfer: int, make: Callable[[], Imag
         before, mark, after = content.partition(b"colrnclx")
         path.write_bytes(before + mark + struct.pack(">HH", primaries, transfer) + after[4:])
     else:
-        chunk = b"cICP" + bytes([primaries, transfer, 0, 1])
-        framed = struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-        path.write_bytes(content[:33] + framed + content[33:])
+        path.write_bytes(content[:33] + _chunk(b"cICP", bytes([primaries, transfer, 0, 1])) + content[33:])
 
 
 def _coded_rows(suffix: str) -> list[Row]:
@@ -219,6 +227,8 @@ PICTURES = [
       for colour, fields in ((2, FIELDS), (4, HIDDEN_GREY), (6, HIDDEN))),
     *(_still(f"p3.{suffix}", in_p3, near=12, icc_profile=p3_profile(), **options)
       for suffix, options in (("jpg", {"quality": 95}), ("png", {}), ("webp", {"lossless": True}), ("tif", {}))),
+    *(Row(name=f"grey{depth}.png", make=partial(_png_of_few_bits, depth=depth), numbers=None, fps=0.0,
+          fields=[(step,) * 3, (0,) * 3, (3 * step,) * 3, (0,) * 3]) for depth, step in ((2, 85), (4, 17))),
     *(row for suffix in ("png", "avif") for row in _coded_rows(suffix)),
     _still("srgb.jpg", quality=95, icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
     _still("profile_of_nothing.png", icc_profile=b"not a profile"),
