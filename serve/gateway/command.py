@@ -1,6 +1,7 @@
 """`megadit serve gateway` and `megadit serve keys`: the video API in front of Triton servers, and its keys."""
 
 import functools
+import os
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ _SECONDS_UNTIL_GONE = 120.0
 """Timeout of a client that acknowledges or reads no data."""
 _SECONDS_TO_ANSWER = 5
 """Seconds for running requests after the jobs are drained."""
+_INTERRUPTED = 130
+"""Exit code after a second signal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,7 @@ EXAMPLES = (
 
 @command(
     GatewayOptions,
+    is_run=True,
     groups=GROUPS,
     examples=EXAMPLES,
     prog="megadit serve gateway",
@@ -95,7 +99,7 @@ def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_secon
     web = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="web", daemon=True)
     notified = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _interrupt() if notified.is_set() else notified.set())
+        signal.signal(number, lambda *_: _end_at_once() if notified.is_set() else notified.set())
     signal.signal(signal.SIGUSR1, lambda *_: gateway.runner.pause())
     signal.signal(signal.SIGUSR2, lambda *_: gateway.runner.resume())
     web.start()
@@ -115,8 +119,9 @@ def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_secon
     return 0
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
+def _end_at_once() -> None:
+    """An exception would wait for the threads of jobs, and of a store that does not respond."""
+    os._exit(_INTERRUPTED)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -51,7 +51,7 @@ class RunOptions:
     gpus: str = setting("all", "GPUs for --docker: all, none, or a list (default: {default})")
 
 
-@command(RunOptions, prog="megadit serve run", description=__doc__)
+@command(RunOptions, is_run=True, prog="megadit serve run", description=__doc__)
 def main(options: RunOptions) -> int:
     """Runs the server until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)

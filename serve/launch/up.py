@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megadit.models.shared.cli.command import entry_point
@@ -73,7 +74,7 @@ class UpOptions:
     )
 
 
-@entry_point
+@partial(entry_point, is_run=True)
 def main(argv: list[str]) -> int:
     """Runs both until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     place = argv.index("--") if "--" in argv else len(argv)

@@ -47,7 +47,7 @@ class PageOptions:
     port: int = port_setting(7860, "port of the page (default: {default})")
 
 
-@command(PageOptions, prog="megadit serve demo", description=__doc__)
+@command(PageOptions, is_run=True, prog="megadit serve demo", description=__doc__)
 def main(options: PageOptions) -> int:
     """Serves the page until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     check_free(options.host, options.port, "--port")

@@ -140,6 +140,27 @@ def test_all_ends_where_one_cannot_be_kept(signals):
         supervise([server])
 
 
+COMMANDS = {
+    "up": "up.ask_to_renew = lambda _: say(); up.main(['models', '--drain'])",
+    "run": "run.check_memory = lambda *_: say(); run.main(['models'])",
+    "gateway": "gateway.most_connections = lambda *_, **__: say(); gateway.main([])",
+    "demo": "demo.check_free = lambda *_: say(); demo.main([])",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_service_goes_on_without_a_reader_of_its_log(name):
+    program = (
+        "import sys; from megadit.serve.launch import run, up; from megadit.serve.gateway import command as gateway; "
+        "from megadit.serve.page import demo; say = lambda: (print('x' * 9, file=sys.stderr, flush=True), sys.exit(7));"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", program + COMMANDS[name]], stderr=write)
+    os.close(write)
+    assert done.returncode == 7
+
+
 def test_what_speaks_no_http_does_not_answer():
     def answer() -> None:
         with listening.accept()[0] as connection:
