@@ -44,6 +44,8 @@ GATEWAY = "http://127.0.0.1:8080"
 _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 """Seconds of silence after which a connection counts as broken; a stream sends a comment every 15 s."""
+_SECONDS_TO_DELETE = 10.0
+"""The gateway responds once Triton was told; a caller that interrupts does not wait for one that stands still."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _AWAY = (502, 503, 504)
 """Statuses of a gateway that is starting or stopping, or of a proxy without one."""
@@ -252,7 +254,7 @@ class GatewayClient:
 
     def _delete(self, video_id: str) -> None:
         with contextlib.suppress(ServiceError, UserError):  # or is not there any more, or its gateway is not
-            self._ask("DELETE", f"/v1/videos/{video_id}")
+            self._ask("DELETE", f"/v1/videos/{video_id}", timeout=_SECONDS_TO_DELETE)
 
     # ------------------------------------------------------------------------------------------ one question
 

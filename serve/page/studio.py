@@ -125,6 +125,8 @@ class Studio:
             generation.close()
             with self._lock:
                 self._running[session].remove(generation)
+                if not self._running[session]:
+                    del self._running[session]
 
     def run_side_by_side(
         self, session: str, requests: list[VideoRequest], variants: Sequence[str | None] = (None, None)

@@ -123,7 +123,7 @@ def send(key: Key, job: Job, *, may_be_private: bool) -> str:
         return "timeout"
     except _PrivateAddressError:
         return "private address"
-    except (httpx.HTTPError, httpx.InvalidURL):
+    except Exception:  # httpx passes on those of idna, ssl and sockets
         return "unreachable"
 
 

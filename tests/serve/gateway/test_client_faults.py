@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -129,6 +130,21 @@ def test_streams_that_a_key_may_not_have_are_no_end(client, gateway, make, monke
         (video,) = client.generate(REQUEST)
         made.result()
     assert video.data
+
+
+def test_who_leaves_does_not_wait_for_a_gateway_that_stands_still(proxy, client, make, monkeypatch):
+    monkeypatch.setattr(client_module, "_SECONDS_TO_DELETE", 0.1)
+    proxy.faults, looked = [Fault(ASKED["poll"].replace("GET", "DELETE"), "hang", 1)], threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(make, looked.is_set)
+        events = iter(client.stream(REQUEST))
+        next(events)
+        began = time.monotonic()
+        events.close()
+        seconds = time.monotonic() - began
+        looked.set()
+        made.result()
+    assert seconds < client_module._SILENT_SECONDS / 2 and not proxy.faults[0].times
 
 
 def test_leaving_early_cancels(client, gateway, make):
