@@ -14,7 +14,8 @@ _LOGGER = logging.getLogger("megadit.gateway")
 LEVELS = {
     **dict.fromkeys(
         (
-            "files of a job not read", "files of a job not stored", "housekeeping failed", "request failed",
+            "files of a job not read", "files of a job not stored", "housekeeping failed", "no job started",
+            "request failed",
             "result not read", "result not stored", "run failed", "store failed", "the web server ended by itself",
             "webhook given up",
         ),

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import threading
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ class Gateway:
         """Turns to decode files, once they are known to be a request's."""
         self.looking = Turns(1, waiting=_MOST_BODIES)
         """Turns to look at adapters."""
+        self.undecided: deque[tuple[str, str]] = deque()
+        """Id of a job and name of its files, where the store failed when it was created."""
         self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(
             self.store,
@@ -173,7 +176,8 @@ class Gateway:
         self._stopping.set()
         self._housekeeper.join()
         with suppress(SQLAlchemyError):
-            self._heart.leave()
+            if not self.store.has_unfinished():  # which others take over from a dead gateway
+                self._heart.leave()
         self._asker.shutdown()
         for reader in self._readers.values():
             reader.close()
@@ -210,6 +214,11 @@ class Gateway:
 
     def tidy(self) -> None:
         """Removes expired videos, and files of requests whose jobs have ended."""
+        while self.undecided:
+            job_id, name = self.undecided[0]
+            if not self.store.has_result(job_id, name):
+                self.results.remove(name)
+            self.undecided.popleft()
         for job in self.store.expired():
             self.results.remove(job.result_name)
             self.store.forget_result(job)
@@ -229,6 +238,8 @@ class Gateway:
                 for dead in self._heart.beat():
                     for job in self.store.interrupt_all(dead):
                         log("job interrupted", job=job.id, reason=f"the gateway {dead} ended")
+                    self._heart.bury(dead)
+                self.runner.recover()
                 self.tidy()
                 if beat % _BEATS_BETWEEN_PURGES == 0:
                     self.store.purge(self.settings.history_seconds)

@@ -13,6 +13,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -349,15 +350,19 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
     except Exception as error:  # fsspec's file systems raise any exception
         log("files of a job not stored", error=error, job=new.id)
         raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
-    job = None
     try:
         job = _within_quota(
             gateway, key, lambda key: gateway.store.create(key, replace(new, conditioning=conditioning))[0]
         )
-        return job
-    finally:
-        if job is None or job.id != new.id:  # refused, or created by an earlier request
-            gateway.results.remove(conditioning.name)
+    except SQLAlchemyError:  # it may have been created nevertheless
+        gateway.undecided.append((new.id, conditioning.name))
+        raise
+    except Exception:
+        gateway.results.remove(conditioning.name)
+        raise
+    if job.id != new.id:  # created by an earlier request
+        gateway.results.remove(conditioning.name)
+    return job
 
 
 def _within_quota(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _Answer:

@@ -12,12 +12,15 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.http.schemas import Video, VideoPreview
+from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.service import Gateway
+from megadit.serve.gateway.store.database import in_a_line
 from megadit.serve.gateway.store.jobs import QUEUED, Job
 from megadit.serve.gateway.store.keys import Key
 from megadit.serve.gateway.store.patience import patient
@@ -105,8 +108,12 @@ class Streams:
     async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
         last, shown, reported_at = None, 0, time.monotonic()
         while not self._gateway.runner.is_draining:
-            with patient():  # each look by itself
-                job, preview = await self.look(self._poll, key, video_id, shown)
+            try:
+                with patient():  # each look by itself
+                    job, preview = await self.look(self._poll, key, video_id, shown)
+            except SQLAlchemyError as error:
+                log("store failed", reason=in_a_line(error))
+                return  # the client asks again
             if job is None:
                 yield "event: video.deleted\ndata: {}\n\n"
                 return

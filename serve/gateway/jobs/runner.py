@@ -137,6 +137,15 @@ class Runner:
             run.stop(_CANCELLED)
             run.has_ended.wait(_SECONDS_FOR_A_CANCEL)
 
+    def recover(self) -> None:
+        """Puts back jobs that run here by the store and do not: the response of a store that took them was lost."""
+        jobs = self._store.running(self._store.owner)
+        with self._lock:
+            lost = [] if self._handing_out else [job for job in jobs if job.id not in self._runs]
+        for job in lost:
+            if self._store.requeue(job):
+                log("job interrupted", job=job.id, reason="the store had failed when it was started")
+
     def drain(self, seconds: float) -> None:
         """Starts no more jobs, lets running ones finish, and puts those back that are not done in time."""
         self._draining.set()
@@ -181,8 +190,11 @@ class Runner:
                 self._handing_out |= {server.url} if may_begin else set()
             try:
                 is_dispatched = may_begin and self._begin_next(server)
-            except SQLAlchemyError as error:
+            except SQLAlchemyError as error:  # a job that it claimed is recovered
                 log("store failed", reason=in_a_line(error))
+                is_dispatched = False
+            except Exception as error:  # a job of another release: others can be started
+                log("no job started", error=error)
                 is_dispatched = False
             finally:
                 self._handing_out.discard(server.url)
@@ -200,7 +212,7 @@ class Runner:
             return False
         is_alone = job.is_suspected
         if is_alone and not self._empty(server):
-            self._persist(lambda: self._store.give_back(job))
+            self._store.give_back(job)
             return False
         request = self._request(job)
         if request is None:
@@ -233,7 +245,7 @@ class Runner:
             return replace(job.request, **unpack(self._results.conditioning(job)))
         except Exception as error:  # fsspec's file systems raise any exception
             log("files of a job not read", error=error, job=job.id)
-        self._persist(lambda: self._store.fail(job, "storage_failed", "the files of its request cannot be read"))
+        self._store.fail(job, "storage_failed", "the files of its request cannot be read")
         return None
 
     def _empty(self, server: Server) -> bool:
@@ -254,6 +266,8 @@ class Runner:
     def _work(self, run: _Run) -> None:
         try:
             self._settle(run)
+        except SQLAlchemyError as error:
+            log("job lost its gateway", reason=in_a_line(error), job=run.job.id)
         except Exception as error:
             log("job lost its gateway", error=error, job=run.job.id)
         finally:

@@ -61,7 +61,7 @@ class Heart:
             ).scalar_one_or_none()
 
     def beat(self) -> list[str]:
-        """Counts a beat, advances the clock, and returns the gateways that died since the last call."""
+        """Counts a beat, advances the clock, and returns the dead gateways that are not buried yet."""
         now = time.monotonic()
         with self._database.writing() as connection:
             self._advance(connection, now)
@@ -71,7 +71,13 @@ class Heart:
             if not changed.rowcount:
                 connection.execute(GATEWAYS.insert().values(name=self._name, beats=0))
             beats = dict(connection.execute(select(GATEWAYS.c.name, GATEWAYS.c.beats)).all())
-            return [name for name in self._dead(beats, now) if _bury(connection, name, beats[name])]
+            return self._dead(beats, now)
+
+    def bury(self, name: str) -> bool:
+        """Forgets a dead gateway, after its jobs were taken over; False if it came back, or another has buried it."""
+        is_dead = (GATEWAYS.c.name == name) & (GATEWAYS.c.beats == self._others[name][0])
+        with self._database.writing() as connection:
+            return connection.execute(delete(GATEWAYS).where(is_dead)).rowcount == 1
 
     def _advance(self, connection: Connection, now: float) -> None:
         """Adds the time since this gateway's last beat, unless another gateway has advanced the clock since."""
@@ -89,9 +95,3 @@ class Heart:
             for name, count in beats.items()
         }
         return [name for name, (_, since) in self._others.items() if now - since > self._patience]
-
-
-def _bury(connection: Connection, name: str, beats: int) -> bool:
-    """Whether this call, and not another gateway's, removed it."""
-    gone = connection.execute(delete(GATEWAYS).where(GATEWAYS.c.name == name, GATEWAYS.c.beats == beats))
-    return gone.rowcount == 1

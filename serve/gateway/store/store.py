@@ -246,11 +246,19 @@ class JobStore:
             return self.fail(job, "server_failed", f"interrupted twice by a server, last because {reason}")
         return self._change(job, lambda now: _waiting() | {"error_code": suspicion})
 
-    def interrupt_all(self, owner: str) -> list[Job]:
-        """Puts the running jobs of a dead gateway back into the queue, any number of times: they are not at fault."""
+    def running(self, owner: str) -> list[Job]:
+        """The jobs that a gateway runs, by the store."""
         with self._database.reading() as connection:
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
-        jobs = [job for row in rows if self._change(job := job_of(row), lambda now: _waiting())]
+        return [job_of(row) for row in rows]
+
+    def requeue(self, job: Job) -> bool:
+        """Puts it back into the queue, any number of times."""
+        return self._change(job, lambda now: _waiting())
+
+    def interrupt_all(self, owner: str) -> list[Job]:
+        """Puts the running jobs of a dead gateway back into the queue, any number of times: they are not at fault."""
+        jobs = [job for job in self.running(owner) if self.requeue(job)]
         with self._database.writing() as connection:  # its webhooks become those of this gateway
             untold = and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))
@@ -277,6 +285,10 @@ class JobStore:
         """Keys with undelivered webhooks of jobs that this gateway ended."""
         with self._database.reading() as connection:
             return list(connection.execute(select(JOBS.c.key_id).where(self._is_untold()).distinct()).scalars())
+
+    def has_unfinished(self) -> bool:
+        """Whether running jobs or undelivered webhooks of this gateway are left."""
+        return bool(self.running(self.owner) or self.keys_to_call())
 
     def untold(self, key_id: str) -> list[Job]:
         """The oldest jobs of a key with undelivered webhooks."""
