@@ -95,18 +95,28 @@ def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return dtype if device.type != "cpu" or multiplies(dtype) else torch.float32
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations of torch in one thread: others would wait for each other where work is small or the machine busy, and
+    sums would have another order."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def small_operations_speed() -> float:
     """Speed of one thread of this CPU in small operations (norms, activations, dispatch), forward and backward; 1 is
     one core of an Intel Xeon with AMX (family 6, model 143)."""
-    x, scale, threads = torch.randn(1920, 192, requires_grad=True), torch.randn(192), torch.get_num_threads()
-    seconds = []
-    torch.set_num_threads(1)
-    for _ in range(15):
-        start = time.perf_counter()
-        normed = F.layer_norm(x, scale.shape) * (1 + scale) + scale
-        (F.gelu(normed, approximate="tanh") * scale + x).sum().backward()
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
+    x, scale, seconds = torch.randn(1920, 192, requires_grad=True), torch.randn(192), []
+    with one_thread():
+        for _ in range(15):
+            start = time.perf_counter()
+            normed = F.layer_norm(x, scale.shape) * (1 + scale) + scale
+            (F.gelu(normed, approximate="tanh") * scale + x).sum().backward()
+            seconds.append(time.perf_counter() - start)
     return 0.0046 / statistics.median(seconds)
 
 

@@ -11,12 +11,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
-from megadit.models.machine import processor
+from megadit.models.machine import one_thread, processor
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import cache_folder, held_alone, read_json, write_json
 
@@ -98,20 +98,10 @@ def keep_freed_memory() -> None:
 
 def _measure(path: os.PathLike, machine: str) -> dict[str, float]:
     """Measure all sizes, and keep them; the caller's random numbers stay as they were."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
         found = {name: crossover.measure() for name, crossover in CROSSOVERS.items()}
     write_json(path, _read_all(path) | {machine: found})
     return found
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def describe_crossovers() -> dict[str, str]:

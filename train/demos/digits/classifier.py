@@ -6,8 +6,7 @@ measured: mean colour of the strokes, and motion of their centre of mass.
 Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megadit.infer.evaluate.extractors.digits import CROP_SIZE, DigitReader, centred_crops, centres_of_mass, strokes
 from megadit.infer.evaluate.extractors.files import KIND
+from megadit.models.machine import one_thread
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress
 from megadit.models.tokenizers import VideoTokenizer
@@ -85,22 +85,11 @@ def train_reader(
         clips[others], digit_B[others] = draw_other(attributes[others], generator), len(DIGITS)
     clips[num_clips // 2 :] = round_trip(clips[num_clips // 2 :])
     stroke_BTHW = strokes(clips)
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():  # crops of 16x16 are too small to share
         torch.manual_seed(seed)  # the initial weights and dropout, which take no generator
         reader = DigitReader(len(DIGITS) + (draw_other is not None)).train()
         _fit(reader, stroke_BTHW, digit_B, num_steps, generator, show_progress)
     return reader.eval().requires_grad_(False)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Crops of 16x16 are too small to share: threads would wait for each other, most of all on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _fit(

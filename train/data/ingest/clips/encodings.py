@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from megadit.models.machine import one_thread
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, TextEncoder, load_text_encoder
 from megadit.models.text_encoders.base import on_device
@@ -182,9 +183,5 @@ def gather_labels(captions: Iterable[str]) -> ClassLabels:
 def fit_haar(videos: Iterable[Tensor], channels: int) -> tuple[HaarTokenizer, dict[int, float]]:
     """Fit a tokenizer of `channels` channels to videos (batches BCTHW), reproducibly; also return the PSNR in dB for
     each of `USUAL_CHANNELS`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in another order would give other bytes
-    try:
+    with one_thread():  # sums in another order would give other bytes
         return HaarTokenizer.fit_at_most(videos, channels, USUAL_CHANNELS)
-    finally:
-        torch.set_num_threads(threads)
