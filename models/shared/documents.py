@@ -80,6 +80,7 @@ def parse_loose_json(text: str, where: str, *, max_bytes: int = MAX_BYTES, is_fi
     Raises:
         UserError: as `parse_json`, about the document as it is.
     """
+    check_size(len(text), where, max_bytes)  # is not tried again
     try:
         return parse_json(text, where, max_bytes=max_bytes, is_finite=is_finite)
     except UserError as error:

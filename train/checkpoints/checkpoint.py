@@ -14,7 +14,7 @@ damaged checkpoint is reported, and the one before it is used.
 import dataclasses
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,6 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.shared.memory import memory_in_words
 from megadit.train.checkpoints.fixed_settings import check_fixed, fixed_settings
 from megadit.train.checkpoints.mirror import SecondCopy, outdated
 from megadit.train.checkpoints.tensors import TrainedTensors
@@ -51,6 +50,7 @@ from megadit.train.checkpoints.writer import (
     delete,
     publish,
     reason_of,
+    space_left,
     unfinished_name,
 )
 from megadit.train.config.load import to_yaml
@@ -339,7 +339,7 @@ class CheckpointStore:
         if self._groups.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
         kept, reason = named_checkpoints(self.root)[-1:], next(filter(None, problems))
-        remedy = f"Free some space ({_space_left(self.root, kept)})" if reason == DISK_FULL else "Correct this"
+        remedy = f"Free some space ({space_left(self.root, kept)})" if reason == DISK_FULL else "Correct this"
         raise UserError(
             f"{unfinished.name.removesuffix(UNFINISHED)} could not be written to {self.root} "
             f"({reason}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
@@ -393,10 +393,3 @@ def _delete_old(written: Path, keep_last: int, preserved: str | None = None) -> 
     for old in outdated(find_checkpoints(written.parent), written, keep_last):
         if old.name != preserved:
             delete(old)
-
-
-def _space_left(root: Path, kept: Sequence[Path]) -> str:
-    """Describe the free space of the disk and the size of a checkpoint."""
-    left = f"{memory_in_words(shutil.disk_usage(root).free)} are left"
-    sizes = [sum(file.stat().st_size for file in each.rglob("*") if file.is_file()) for each in kept]
-    return f"{left}, and a checkpoint takes {memory_in_words(sizes[0])}" if sizes else left

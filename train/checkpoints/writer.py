@@ -4,12 +4,14 @@ a run is killed."""
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megadit.models.megatron.integrity import checksums
+from megadit.models.shared.memory import memory_in_words
 
 DISK_FULL = "the disk is full"
 UNFINISHED = ".unfinished"
@@ -108,3 +110,10 @@ def reason_of(error: Exception, folder: Path) -> str:
     if "unexpected pos" in str(error):  # the same, with room on the disk
         return "a file was cut off, as by a quota or a limit of this shell (ulimit -f)"
     return str(error).strip().splitlines()[-1]
+
+
+def space_left(root: Path, kept: Sequence[Path]) -> str:
+    """Describe the free space of the disk and the size of a checkpoint."""
+    left = f"{memory_in_words(shutil.disk_usage(root).free)} are left"
+    sizes = [sum(file.stat().st_size for file in each.rglob("*") if file.is_file()) for each in kept]
+    return f"{left}, and a checkpoint takes {memory_in_words(sizes[0])}" if sizes else left

@@ -188,14 +188,13 @@ class Runner:
             with self._lock:
                 may_begin = server.is_healthy and not self._paused.is_set()
                 self._handing_out |= {server.url} if may_begin else set()
+            is_dispatched = False
             try:
                 is_dispatched = may_begin and self._begin_next(server)
             except SQLAlchemyError as error:  # a job that it claimed is recovered
                 log("store failed", reason=in_a_line(error))
-                is_dispatched = False
             except Exception as error:  # a job of another release: others can be started
                 log("no job started", error=error)
-                is_dispatched = False
             finally:
                 self._handing_out.discard(server.url)
             if not is_dispatched:
@@ -210,14 +209,14 @@ class Runner:
         job = self._store.claim(frozenset(server.models))
         if job is None:
             return False
-        is_alone = job.is_suspected
-        if is_alone and not self._empty(server):
-            self._store.give_back(job)
-            return False
         request = self._request(job)
         if request is None:
             return False
-        client, (attempt, call) = server.client(job.model), self._spans(job, server)
+        client, is_alone = server.client(job.model), job.is_suspected
+        if is_alone and not self._empty(server):  # last: what fails after it would keep the server's slots
+            self._store.give_back(job)
+            return False
+        attempt, call = self._spans(job, server)
         generation = client.stream(request, timeout=self._settings.job_seconds, traceparent=call.traceparent)
         slots = server.slots if is_alone else 1
         run = _Run(job=job, server=server, generation=generation, max_jobs=slots, attempt=attempt, call=call)

@@ -104,6 +104,19 @@ def test_a_job_that_cannot_be_read_stops_no_other(gateway, key, responding, drai
     assert has_gone_on.wait(60)
 
 
+@pytest.mark.parametrize("fault", ["files", "client"])
+def test_a_suspected_job_that_cannot_start_keeps_no_slot(gateway, key, responding, monkeypatch, fault):
+    lost = Result(name="video_0.0.given", media_type="application/zip", num_bytes=3, sha256="0" * 64)
+    gateway.store.create(key, replace(NEW, conditioning=lost if fault == "files" else None))
+    gateway.store.interrupt(gateway.store.claim(MODELS), "it died", suspicion="server_failed")
+    monkeypatch.setattr(Server, "client", raising(ConnectionError("it died again")))
+    server = gateway.servers.all[0]
+    server.free.acquire()
+    with contextlib.suppress(ConnectionError):
+        assert not gateway.runner._begin_next(server)
+    assert all(server.free.acquire(blocking=False) for _ in range(server.slots - 1))
+
+
 def test_a_drain_ends_though_the_store_does_not_answer(gateway, key, responding, monkeypatch):
     """The files of the job are missing, which cannot be stored."""
     lost = Result(name="video_0.0.given", media_type="application/zip", num_bytes=3, sha256="0" * 64)

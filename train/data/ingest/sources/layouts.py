@@ -19,11 +19,22 @@ from itertools import islice, zip_longest
 from pathlib import PurePosixPath
 from typing import Any
 
-from megadit.models.shared.captions import MAX_CAPTION_BYTES, caption_columns, file_columns, files_of
+from megadit.models.shared.captions import (
+    MAX_CAPTION_BYTES,
+    caption_columns,
+    captions_in,
+    decoded,
+    file_columns,
+    files_of,
+    is_blank,
+    score_in,
+    texts_of,
+)
+from megadit.models.shared.documents import parse_loose_json
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.sources.listing import Reading
-from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table, table_suffix
+from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table, table_name
 from megadit.train.data.ingest.sources.sniff import NEVER, is_media_name
 from megadit.train.dataset.places import is_url
 
@@ -88,12 +99,12 @@ def find_tables(folder: Folder, split: str, reading: Reading) -> list[Table]:
     metadata, others, documents = [], [], {}
     for name in folder.names():
         path = PurePosixPath(name)
-        if table_suffix(name) not in TABLES and path.name.lower() not in TEXT_LISTS:
+        if table_name(name).suffix not in TABLES and path.name.lower() not in TEXT_LISTS:
             continue
         stem = name.removesuffix(path.suffix)
         if path.suffix.lower() in SIDE_SUFFIXES and (stem in folder or _is_of_media(folder, stem)):
             continue  # it is the caption of a single file
-        if path.name.lower().removesuffix(".gz") == METADATA + table_suffix(name):
+        if table_name(name).stem == METADATA:
             metadata.append(_table(folder, name))
             continue
         if split_of(name, is_file=True) not in (None, split):
@@ -229,6 +240,29 @@ def caption_files(folder: Folder, name: str, extensions: Sequence[str] = ()) -> 
         names += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
     names = [form for each in names for form in forms_of(each)]
     return [each for each in dict.fromkeys(names) if each in folder]
+
+
+def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, ...], float | None]:
+    """Captions and score in a file next to an image or video.
+
+    Raises:
+        ValueError: if it is broken, or of another encoding.
+    """
+    text = decoded(content, reading.caption_encoding).strip()
+    if PurePosixPath(name).suffix.lower() != ".json":
+        text.encode()
+        return (() if is_blank(text) else (text,)), None
+    values = parse_loose_json(text, "it", is_finite=False) if text else {}
+    if isinstance(values, dict):
+        columns = tuple(column for column in reading.columns if column in values)
+        return captions_in(values, columns) or (), score_in(values)
+    captions = tuple(dict.fromkeys(texts_of(values))) if _is_texts(values) else ()
+    "".join(captions).encode()
+    return captions, None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str | dict) for each in value))
 
 
 @dataclass(frozen=True, slots=True)

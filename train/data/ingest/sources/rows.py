@@ -20,6 +20,9 @@ from megadit.train.data.ingest.sources.sniff import is_media_name
 JSON = (".jsonl", ".ndjson", ".json")
 TABLES = (".csv", ".tsv", *JSON, ".parquet")
 _GZIP = ".gz"
+_MOST_UNFOLDED, _FREE_BYTES = 100, 1 << 26
+"""Maximum bytes of a table for each byte of its compressed file, and in addition to these: a few kilobytes may hold
+billions of empty lines."""
 SEPARATORS = ",;\t|"
 HEAD_CHARACTERS = 1 << 16
 """Characters of a file by which lines of JSON are told from a document."""
@@ -49,7 +52,7 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
 
 
 def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
-    suffix = table_suffix(path)
+    suffix = table_name(path).suffix
     try:
         if suffix == ".parquet":
             yield from read_parquet(path)
@@ -80,9 +83,9 @@ def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def table_suffix(name: str) -> str:
-    """The suffix of a table in small letters, without that of its compression."""
-    return PurePosixPath(name.lower().removesuffix(_GZIP)).suffix
+def table_name(name: str) -> PurePosixPath:
+    """The name of a table in small letters, without the suffix of its compression."""
+    return PurePosixPath(name.lower().removesuffix(_GZIP))
 
 
 def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
@@ -99,11 +102,17 @@ def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
 
 
 class _Unzipped(gzip.GzipFile):
-    """A compressed file that is closed with its contents."""
+    """A compressed file that is closed with its contents; reading raises OSError where it unfolds like no captions."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(fileobj=file, mode="rb")
         self._compressed = file
+
+    def read1(self, size: int = -1) -> bytes:
+        content = super().read1(size)
+        if self.tell() > _MOST_UNFOLDED * self._compressed.tell() + _FREE_BYTES:
+            raise OSError(f"it unfolds to over {_MOST_UNFOLDED} times its size; no captions do")
+        return content
 
     def close(self) -> None:
         super().close()

@@ -6,7 +6,7 @@ found in the folder are opened.
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -19,15 +19,11 @@ from megadit.models.shared.captions import (
     caption_columns,
     captions_in,
     check_columns,
-    decoded,
     file_columns,
     files_of,
-    is_blank,
     score_in,
     span_of,
-    texts_of,
 )
-from megadit.models.shared.documents import parse_loose_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.plan import Kind, Skip, Source
@@ -38,13 +34,14 @@ from megadit.train.data.ingest.sources.layouts import (
     Resolver,
     Table,
     caption_files,
+    caption_of,
     find_tables,
     named_table,
     read_trainers,
     split_of,
 )
 from megadit.train.data.ingest.sources.listing import Listing, Reading, as_text, stamp_of
-from megadit.train.data.ingest.sources.rows import REST, TABLES, open_text, table_suffix
+from megadit.train.data.ingest.sources.rows import REST, TABLES, open_text, table_name
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, SUFFIXES, is_media_name, kinds_of
 from megadit.train.dataset.places import is_url
 
@@ -337,7 +334,7 @@ class _Lister:
         other: Kind = "image" if self.kind == "video" else "video"
         if other in kinds_in(self.folder, name):
             return f"{other} (megadit prepare {other}s)"
-        if table_suffix(name) in TABLES:
+        if table_name(name).suffix in TABLES:
             return f"{suffix} of no {self.kind}, or without captions"
         if suffix in SIDE_SUFFIXES:
             return f"{suffix} of no {self.kind}, or beside another caption of it"
@@ -358,34 +355,11 @@ def _with_messages(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[s
             yield row
 
 
-def _lacks(table: Table, what: str, names: Iterable[str], row: Iterable[str]) -> str:
+def _lacks(table: Table, what: str, names: Iterable[str], row: Mapping[str, Any]) -> str:
     found = ", ".join(str(each) for each in row if each != REST)
-    if what == "files" and any(is_url(str(value)) for value in dict(row).values()):
+    if what == "files" and any(is_url(str(value)) for value in row.values()):
         return f"{table.path} has URLs, not files: save it as Parquet, and `megadit prepare hf` fetches them"
     return f"{table.path} has no column of {what}; name it one of {', '.join(names)}; it has {ascii(found)[1:-1][:200]}"
-
-
-def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, ...], float | None]:
-    """Captions and score in a file next to an image or video.
-
-    Raises:
-        ValueError: if it is broken, or of another encoding.
-    """
-    text = decoded(content, reading.caption_encoding).strip()
-    if PurePosixPath(name).suffix.lower() != ".json":
-        text.encode()
-        return (() if is_blank(text) else (text,)), None
-    values = parse_loose_json(text, "it", is_finite=False) if text else {}
-    if isinstance(values, dict):
-        columns = tuple(column for column in reading.columns if column in values)
-        return captions_in(values, columns) or (), score_in(values)
-    captions = tuple(dict.fromkeys(texts_of(values))) if _is_texts(values) else ()
-    "".join(captions).encode()
-    return captions, None
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str | dict) for each in value))
 
 
 def _label(labels: dict[str, str], name: str) -> str:

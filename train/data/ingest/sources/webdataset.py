@@ -19,11 +19,10 @@ from megadit.models.shared.outside import HIDDEN, is_litter
 from megadit.models.shared.tar_files import UntrustedTarFile
 from megadit.train.data.ingest.plan import Kind, Source
 from megadit.train.data.ingest.sources.files import file_size, open_file, open_folder
-from megadit.train.data.ingest.sources.layouts import SIDE_SUFFIXES
+from megadit.train.data.ingest.sources.layouts import SIDE_SUFFIXES, caption_of
 from megadit.train.data.ingest.sources.listing import Listing, Reading, stamp_of
 from megadit.train.data.ingest.sources.rows import TABLES
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, kinds_of
-from megadit.train.data.ingest.sources.sources import caption_of
 from megadit.train.dataset.dataset_info import INFO_FILE
 from megadit.train.dataset.places import is_url
 

@@ -21,6 +21,7 @@ from megadit.models.shared.captions import caption_columns, captions_in, file_co
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.decode import read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.sources import rows
 from megadit.train.data.ingest.sources.listing import Listing, Reading, shorten_captions
 from megadit.train.data.ingest.sources.rows import read_table
 from megadit.train.data.ingest.sources.sources import list_folder
@@ -337,6 +338,16 @@ def test_a_compressed_table_that_cannot_be_read_is_named(tmp_path, content, mess
     write(tmp_path, A | {"metadata.csv.gz": content})
     with pytest.raises(UserError, match=message):
         list_folder(tmp_path, "image")
+
+
+def test_a_compressed_table_does_not_unfold_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_FREE_BYTES", 1 << 20)
+    path, long = tmp_path / "a.csv.gz", "".join(f"a.png,number {n}\n" for n in range(100_000))
+    path.write_bytes(gzip.compress(f"file_name,text\n{long}".encode()))
+    assert sum(1 for _ in read_table(str(path))) == 100_000, "two megabytes, as tables are"
+    path.write_bytes(gzip.compress(CSV.encode() + b"\n" * (1 << 24)))
+    with pytest.raises(UserError, match="unfolds to over 100 times its size"):
+        list(read_table(str(path)))
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
