@@ -72,14 +72,10 @@ class EncodedConditioning:
         return lambda x, sigma_B: torch.where(self.is_fixed_THW, self.latents_BCTHW, denoise(x, sigma_B))
 
 
-def encode_batch(
-    all_media: Sequence[Media], encode: Callable[[Media], EncodedConditioning | None]
-) -> EncodedConditioning | None:
+def encode_batch(all_media: Sequence[Media], encode: Callable[[Media], EncodedConditioning]) -> EncodedConditioning:
     """Concatenate the conditioning of videos of one structure; `encode` runs once for equal media."""
     found = {media: encode(media) for media in dict.fromkeys(all_media)}
     encoded = [found[media] for media in all_media]
-    if encoded[0] is None:
-        return None
     return replace(
         encoded[0],
         latents_BCTHW=torch.cat([each.latents_BCTHW for each in encoded]),
@@ -94,13 +90,11 @@ def encode_conditioning(
     target: Target,
     device: torch.device,
     image_encoder: ImageEncoder | None = None,
-) -> EncodedConditioning | None:
-    """Encode the media of one video, which passed `check_conditioning`; None where there are none.
+) -> EncodedConditioning:
+    """Encode the media of one video, which passed `check_conditioning`.
 
     `image_encoder` gives the features of conditioning images to a network that reads them.
     """
-    if not media:
-        return None
     if not target.form.is_among:
         return EncodedConditioning(
             latents_BCTHW=torch.zeros(1, *target.shape, device=device),

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
             split_guidance=ranks.passes,
             **asdict(replace(running, device=device)),
         )
-    work = [video_work(spec.settings, bundle.config, tokenizer) for spec in grid.specs]
+    work = [video_work(spec.settings, bundle.config, tokenizer) for spec in grid.specs if world_size() > 1]
     specs, paths, videos = ranks.mine(grid.specs, work), ranks.mine(paths, work), []
     if options.total_frames:
         write_long_videos(pipeline, specs, paths, media, options, bundle, mark)
@@ -147,16 +147,16 @@ def _check_videos(
             print(f"warning: {warning}", file=sys.stderr)
     media = load_media(specs)
     conditionings = taken(bundle, options.running.name)
-    plans, total_frames = bundle_plans(bundle, options.running.cache_measure), options.total_frames or 0
     for conditioning, settings in dict.fromkeys((spec.conditioning, spec.settings) for spec in specs):
         conditioning_media, target = (
             tuple(media[file] for file in conditioning),
             Target.of(settings, bundle.config, tokenizer),
         )
         check_conditioning(conditioning_media, conditionings, target)
-        later = [_later_conditioning(options, settings, conditionings)] if total_frames > settings.num_frames else []
-        for each in (conditioning_media, *later):
-            find_plan(plans, settings, places_of(each, target))
+        has_later = (options.total_frames or 0) > settings.num_frames
+        later = [_later_conditioning(options, settings, conditionings)] if has_later else []
+        for each in (conditioning_media, *later) if settings.cache_budget else ():
+            find_plan(bundle_plans(bundle, options.running.cache_measure), settings, places_of(each, target))
     _check_adapters(specs, options, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     is_picture = not options.contact_sheet or suffix in names

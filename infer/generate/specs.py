@@ -84,8 +84,10 @@ def _rows(
     scales = [line["guidance"]] if "guidance" in line else list(options.guidances) or [options.guidance]
     seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
     prompt = line["prompt"].replace(SUBJECT, options.subject_name)
-    adapters = adapters_of(line.get("adapter", options.adapter))
-    begun = recorded or adapted_defaults(defaults, {adapter.path: adapter.scale for adapter in adapters})
+    begun, adapters = recorded or defaults, ()
+    if texts := line.get("adapter", options.adapter):
+        adapters = adapters_of(texts)
+        begun = recorded or adapted_defaults(defaults, {adapter.path: adapter.scale for adapter in adapters})
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
         settings = resolve_settings(begun, trained=defaults, **values | {"guidance": guidance})
@@ -218,6 +220,8 @@ def conditioning_files(
     named = {name: getattr(options, name) for name in OPTIONS}
     has_own = any(name in line for name in (*MEDIA, "keyframe"))
     values = {**dict.fromkeys(OPTIONS), **line} if has_own else {**named, **line}
+    if not any(map(values.get, KINDS)):
+        return ()
     return tuple(
         replace(file, sha256=_checksum(file.source), mask_sha256=_checksum(file.mask) if file.mask else "")
         for file in named_media(values, num_frames)

@@ -178,7 +178,8 @@ def wrapped(
     denoise = of_each_network(batch.adapter_scale_B)
     if settings.adapter_interval and batch.adapter_scale_B:
         denoise = within(settings.adapter_interval, denoise, of_each_network({}))
-    denoise = cached(with_whole_steps(denoise, settings, config), skipped, config.sigma_data)
+    denoise = with_whole_steps(denoise, settings, config)
+    denoise = cached(denoise, skipped, config.sigma_data) if skipped else denoise
     denoise = denoise if encoded is None else encoded.replaces(denoise)
     return progress.around(denoise, batch.places)
 

@@ -99,7 +99,7 @@ class TextToVideo:
         adapters: AdapterCache | None = None,
         conditionings: Collection[str] = (),
         image_encoder: ImageEncoder | None = None,
-        cache_plans: Sequence[CachePlan] = (),
+        cache_plans: Callable[[], Sequence[CachePlan]] = tuple,
         overlap_decoding: bool = False,
         origin: Mapping[str, Any] = MappingProxyType({}),
         reopen: Callable[[], "TextToVideo"] | None = None,
@@ -113,7 +113,7 @@ class TextToVideo:
             adapters: the denoiser's adapter cache, if it supports adapters.
             conditionings: the kinds that the network was trained with (`Bundle.conditionings`).
             image_encoder: gives features of conditioning images to networks that read them.
-            cache_plans: plans that `cache_budget` chooses from.
+            cache_plans: gives the plans that `cache_budget` chooses from.
             overlap_decoding: decodes a batch while the next one is sampled.
             origin: kept in the record of each video (`results.origin_of`).
             reopen: opens the same pipeline again where it cannot be copied (sessions, processes, threads).
@@ -172,7 +172,7 @@ class TextToVideo:
         runtime, dtype = running.name, chosen_dtype(running.dtype or AUTO, bundle, place, running.name)
         number_type = find_dtype(dtype)
         warn_of_cost(place, number_type)
-        guardrail = load_guardrail(running.guardrail_dir, bundle)
+        guardrail = load_guardrail(running.guardrail_dir, bundle) if running.guardrail_dir or bundle.license else None
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()
         check_component(bundle, "tokenizer", tokenizer)
@@ -207,7 +207,7 @@ class TextToVideo:
             guardrail=guardrail,
             conditionings=taken(bundle, runtime),
             image_encoder=on_device(bundle.load_image_encoder(), place),
-            cache_plans=bundle_plans(bundle, running.cache_measure),
+            cache_plans=partial(bundle_plans, bundle, running.cache_measure),
             overlap_decoding=running.overlap_decoding,
             origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=running.cache_measure),
         )
@@ -291,23 +291,24 @@ class TextToVideo:
         for media in dict.fromkeys(videos.conditioning):
             check_conditioning(media, self.conditionings, target)
         sigmas = remaining_sigmas(settings_sigmas(settings), videos.conditioning)
-        cached_steps = [skipped] * len(prompts)
-        if skipped is None:
-            cached_steps = cached_calls(self._cache_plans, settings, videos.adapters, videos.conditioning, target)
+        cached_steps = [skipped or ()] * len(prompts)
+        if skipped is None and settings.cache_budget:
+            plans = self._cache_plans()
+            cached_steps = cached_calls(plans, settings, videos.adapters, videos.conditioning, target)
         cuts = cuts_of(videos.conditioning, target, self.config, batch_size)
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
         num_calls = num_denoiser_calls(settings.sampler, sigmas)
         progress = StepProgress(on_step, len(cuts) * num_calls, self.preview)
 
         @lru_cache(maxsize=1)  # all videos often share the same media, which are encoded once
-        def encoded_of(media: Media) -> EncodedConditioning | None:
+        def encoded_of(media: Media) -> EncodedConditioning:
             return encode_conditioning(media, self.conditionings, target, self.device, self._image_encoder)
 
         def sampled() -> Iterator[tuple[Batch, Tensor]]:
             with hold_adapters(self._adapters, videos.adapters) as names:
                 for batch in (videos.batch(here, names) for here in cuts):
                     with around(DENOISE, batch.places):
-                        encoded = encode_batch(batch.conditioning, encoded_of)
+                        encoded = encode_batch(batch.conditioning, encoded_of) if any(batch.conditioning) else None
                         spare = cached_steps[batch.places[0]]
                         latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, encoded, spare, progress)
                     yield batch, latents_BCTHW

@@ -20,7 +20,6 @@ from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import UNCHANGED, SamplingSettings
 from megadit.models.shared.errors import UserError
 
-"""Error that a budget bounds: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
 _IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
 """Settings that a plan does not depend on: like prompts, they are covered by its margin; adapters have no plan."""
 
@@ -72,17 +71,12 @@ def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan
     return [plan for plan in plans if plan.measure == measure]
 
 
-def find_plan(
-    plans: Iterable[CachePlan], settings: SamplingSettings, conditioning: Sequence[Any] = ()
-) -> CachePlan | None:
-    """Return the plan that skips most within the settings' budget, for media at the places `conditioning`; None if the
-    settings ask for no cache.
+def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, conditioning: Sequence[Any] = ()) -> CachePlan:
+    """Return the plan that skips most within the settings' budget, for media at the places `conditioning`.
 
     Raises:
         UserError: if there is none for these settings; the message says how to make one.
     """
-    if not settings.cache_budget:
-        return None
     key = plan_key(settings, conditioning)
     fitting = [plan for plan in plans if plan.settings == key and plan.budget <= settings.cache_budget]
     if not fitting:
@@ -106,10 +100,10 @@ def cached_calls(
     Raises:
         UserError: as `find_plan`, and for a video with adapters.
     """
-    if settings.cache_budget and any(adapters):
+    if any(adapters):
         raise UserError(f"cache_budget={settings.cache_budget} was calibrated without adapters: leave one of them out")
-    of = {media: find_plan(plans, settings, places_of(media, target)) for media in set(conditioning)}
-    return [() if plan is None else plan.skipped for plan in map(of.get, conditioning)]
+    skipped = {media: find_plan(plans, settings, places_of(media, target)).skipped for media in set(conditioning)}
+    return [skipped[media] for media in conditioning]
 
 
 def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:
@@ -120,8 +114,6 @@ def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoi
     distance of the last two calls: several predictions in a row would amplify their difference.
     """
     skipped = frozenset(skipped)
-    if not skipped:
-        return denoise
     outputs: list[tuple[float, Tensor]] = []
     num_calls = 0
 

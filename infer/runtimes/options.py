@@ -18,6 +18,7 @@ TORCH = "torch"
 AUTO = "auto"
 """The default dtype: that of the stored weights, where the device supports it (`chosen_dtype`)."""
 Measure = Literal["latents", "lpips"]
+"""Error that a budget bounds: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,9 @@ def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
 
 def holds_tokenizer(path: Path) -> bool:
     """Whether a published tokenizer, in any form, is at `path`."""
-    if path.suffix == ".jit" or is_wan_file(path) or any((path / name).is_file() for name in _RELEASED):
+    if path.suffix == ".jit" or path.is_file():
+        return path.suffix == ".jit" or is_wan_file(path)
+    if any((path / name).is_file() for name in _RELEASED):
         return True
     config = read_json(path / "config.json") if (path / "config.json").is_file() else None
     return isinstance(config, dict) and config.get("_class_name") in KIND_OF_CLASS

@@ -50,7 +50,7 @@ def pipeline(**settings):
         defaults=DEFAULTS,
         device=META,
         conditionings=("first_frame",),
-        cache_plans=plans,
+        cache_plans=lambda: plans,
     )
     traffic_of(made, **settings)
     return made

@@ -454,7 +454,7 @@ def test_a_step_cache_was_not_measured_with_adapters(pipeline, one):
         config=pipeline.config,
         defaults=pipeline.defaults,
         adapters=pipeline._adapters,
-        cache_plans=[plan],
+        cache_plans=lambda: [plan],
     )
     with pytest.raises(UserError, match="was calibrated without adapters"):
         cached(PROMPTS, adapters={one: 1.0}, cache_budget=0.1)
