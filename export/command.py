@@ -15,7 +15,7 @@ from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import remove_leftovers
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

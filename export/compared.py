@@ -13,7 +13,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import free_memory
-from megadit.models.shared.memory import check_memory_fits
+from megadit.models.shared.resources import check_memory_fits
 from megadit.models.tokenizers import VideoTokenizer
 
 MOST_PIXELS = 1 << 20

@@ -30,6 +30,7 @@ from megadit.models.networks.registry import SavedNetwork
 from megadit.models.networks.vit import ViT
 from megadit.models.shared.errors import UserError, not_written
 from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.shared.words import write_words
 from megadit.models.storage import weights
 from megadit.models.storage.components import CONFIG_FILE
 from megadit.models.storage.license import License
@@ -37,7 +38,6 @@ from megadit.models.storage.manifest import MANIFEST_FILE, check_files, check_re
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.text_encoders.image_encoder import ImageEncoder
-from megadit.models.text_encoders.vocabulary import write_words
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 NOTICES = "notices"

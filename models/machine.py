@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import host_memory
+from megadit.models.shared.resources import available_cores, host_memory
 
 DATASHEET = {
     ("GB300", torch.bfloat16): 2500e12,

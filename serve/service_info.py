@@ -9,9 +9,9 @@ from typing import Any
 from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA, MediaLimits
 from megadit.models.diffusion.settings import check_embedded_guidance
 from megadit.models.lora.named import EXPERTS, of_expert, split_expert
-from megadit.models.shared.captions import far_longer
 from megadit.models.shared.cli.setting import setting, settings_of
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.words import far_longer
 from megadit.serve.contract import VideoRequest
 
 MIN_FPS, MAX_FPS = 1, 240

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.shared.cores import available_cores, prepare_threads
+from megadit.models.shared.resources import available_cores, prepare_threads
 
 GROUP_OF_FIXTURE = {
     "tritonserver": "triton",

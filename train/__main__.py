@@ -13,7 +13,7 @@ from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, report_once
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig

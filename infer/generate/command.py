@@ -43,14 +43,13 @@ from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import enough_memory, free_memory
-from megadit.models.shared.captions import far_longer
 from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.errors import report_once
 from megadit.models.shared.files import can_be_folder
-from megadit.models.shared.memory import GIB, check_memory_fits
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.resources import GIB, check_memory_fits
+from megadit.models.shared.words import far_longer, unseen_words
 from megadit.models.text_encoders import load_text_encoder
-from megadit.models.text_encoders.vocabulary import unseen_words
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 

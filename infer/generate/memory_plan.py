@@ -27,7 +27,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.blocks import MLP_SLICE
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import memory_in_words
+from megadit.models.shared.resources import memory_in_words
 from megadit.models.storage.components import TENSOR_FILE
 from megadit.models.storage.weights import network_shapes
 from megadit.models.storage.wrapped import open_tensor_file

@@ -17,7 +17,7 @@ from megadit.models.diffusion.settings import PartialSettings
 from megadit.models.shared.cli.options import read_options, with_rest
 from megadit.models.shared.cli.setting import check_text, group, setting, settings_of
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 
 FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
 

@@ -21,8 +21,8 @@ from rich.table import Table
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.resources import available_cores
 
 NAME = "megadit"
 GIB = 2**30

@@ -34,8 +34,8 @@ from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.addresses import free_ports
 from megadit.models.shared.cli.signals import python_module
-from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import rank_environment
 
 START_SECONDS, CALL_SECONDS = 600.0, 600.0
 """Seconds of loading the network, and of one call, after which the ranks are considered lost."""

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Sequence
 
 from megadit.models.shared.cli.signals import ending_signals, python_module
-from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import rank_environment
 
 
 def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from megadit.models.shared.cores import available_cores
+from megadit.models.shared.resources import available_cores
 
 Fill = Callable[[nn.Parameter, Tensor], object]
 FullShape = Callable[[nn.Parameter], torch.Size]

@@ -32,14 +32,9 @@ MARKS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
 """Byte order mark -> encoding; the marks of UTF-32 begin with those of UTF-16."""
-FAR_LONGER = 2
-"""Ratio to the longest training caption from which a prompt is far longer."""
-_SHORT = 4
-"""Minimum for the longest caption's words, for this ratio."""
 _CAMEL = re.compile(r"[\s-]+|(?<=[a-z])(?=[A-Z])")
 """Boundaries of words in the name of a column, besides underscores: `Image Name`, `imageName`."""
 _BLANK = f"{string.whitespace}\u00a0\u200b\ufeff"
-_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.DOTALL)
 _BETWEEN = re.compile(r"\[[\s,]*\]")
 _UNSEEN = frozenset("Cc Cf Zs Zl Zp".split())
@@ -319,22 +314,6 @@ def score_in(row: dict[str, Any]) -> float | None:
     except (IndexError, TypeError, ValueError, OverflowError):
         return None
     return score if math.isfinite(score) else None
-
-
-def split_words(text: str) -> list[str]:
-    """Lower-case words: runs of letters and digits, with inner apostrophes."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
-
-
-def far_longer(prompts: Iterable[str], longest: int | None) -> str | None:
-    """A warning of a prompt far longer than the longest training caption, in words; else None."""
-    most = max((len(split_words(prompt)) for prompt in prompts), default=0)
-    if longest is None or most <= FAR_LONGER * max(longest, _SHORT):
-        return None
-    return (
-        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may ignore "
-        "the later ones"
-    )
 
 
 def shortened(text: str, words: int) -> str:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megadit.models.diffusion.noise import Stream, normal
-from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.words import split_words
 from megadit.models.storage import components as parts
 from megadit.models.text_encoders.base import TextFeatures
 

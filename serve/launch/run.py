@@ -10,7 +10,7 @@ from typing import Literal
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 from megadit.serve.launch.local_server import (
     OTHERS_HELP,
     LocalServer,

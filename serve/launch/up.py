@@ -27,7 +27,7 @@ from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import cache_folder
 from megadit.models.shared.folder_lock import process_stat
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 from megadit.serve.launch.local_server import (
     HANG_SECONDS,
     OTHERS_HELP,

@@ -7,7 +7,7 @@ import pytest
 
 from megadit.models.machine import enough_memory
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import ANYWAY
+from megadit.models.shared.resources import ANYWAY
 
 SCRIPT = """
 import resource, sys

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from megadit.models.megatron.launch import launch, rank_arguments
-from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import available_cores
 from megadit.train.__main__ import _warn_of_shared_store
 
 RANK_PROGRAM = """

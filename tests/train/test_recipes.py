@@ -9,7 +9,7 @@ import yaml
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.configs.sections import ExpertConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import GIB
+from megadit.models.shared.resources import GIB
 from megadit.train.__main__ import main
 from megadit.train.config.load import config_from_dict
 from megadit.train.config.rules import check_layout

@@ -21,9 +21,9 @@ from rich.table import Table
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cli.signals import python_module
-from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, differences, read_json, write_json
+from megadit.models.shared.resources import available_cores
 from megadit.train.benchmarks.train import run_of
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout

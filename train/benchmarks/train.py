@@ -22,8 +22,8 @@ from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import report_once
 from megadit.models.shared.files import write_json
-from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.resources import ANYWAY_HELP
 from megadit.train.benchmarks.measure import StepCosts, shares_of, table_of
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_inputs, check_layout

@@ -37,13 +37,12 @@ from megadit.models.megatron.checkpoint import (
     read_network,
     read_state,
 )
-from megadit.models.shared.captions import split_words
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.words import MOST_CAPTIONS, read_words, split_words, words_of
 from megadit.models.storage.manifest import is_bundle
 from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
-from megadit.models.text_encoders.vocabulary import MOST_CAPTIONS, read_words, words_of
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.checkpoints.sampling_defaults import sampling_defaults
 from megadit.train.config.load import load_config

@@ -11,7 +11,7 @@ from threading import Thread
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megadit.models.megatron.integrity import checksums
-from megadit.models.shared.memory import memory_in_words
+from megadit.models.shared.resources import memory_in_words
 
 DISK_FULL = "the disk is full"
 UNFINISHED = ".unfinished"

@@ -30,7 +30,7 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 from megadit.train.checkpoints.init_from import check_scales
 from megadit.train.config.load import resolve_config
 from megadit.train.dataset.dataset_info import draw_captions

@@ -14,7 +14,7 @@ from megadit.models.convert.adapters.files import is_adapter, read_adapter, writ
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
-from megadit.models.shared.memory import check_memory_fits
+from megadit.models.shared.resources import check_memory_fits
 from megadit.train.checkpoints.init_from import UNTRAINED
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout

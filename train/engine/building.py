@@ -21,7 +21,7 @@ from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks import initialize
 from megadit.models.networks.dit import Chunk
 from megadit.models.networks.registry import build_network
-from megadit.models.shared.memory import memory_in_words
+from megadit.models.shared.resources import memory_in_words
 from megadit.models.storage.weights import network_shapes
 from megadit.train.checkpoints.init_from import InitialWeights, Weights
 from megadit.train.config.schema import RunConfig

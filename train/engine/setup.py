@@ -18,9 +18,8 @@ from megadit.models.machine import multiplies
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.ops.crossover import tune_for_cpu
-from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.memory import check_memory_fits
+from megadit.models.shared.resources import check_memory_fits, threads_of_a_rank
 from megadit.train.checkpoints.init_from import InitialWeights, initial_weights, read_teacher
 from megadit.train.checkpoints.tensors import TrainedTensors
 from megadit.train.config.load import to_yaml

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megadit.models.ops.crossover import tune_for_cpu
-from megadit.models.shared.cores import asked_threads
+from megadit.models.shared.resources import asked_threads
 from megadit.train.config.schema import RunConfig
 
 WITH_ALL, WITH_ONE = 2, 3

@@ -13,8 +13,8 @@ from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.configs.families import Task
 from megadit.models.machine import cost_in_words, free_memory
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.progress import duration
+from megadit.models.shared.resources import memory_in_words
 from megadit.train.config.facts import OF_DATASET, agree
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig

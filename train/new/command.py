@@ -10,8 +10,8 @@ from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, can_be_folder
-from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.progress import duration
+from megadit.models.shared.resources import memory_in_words
 from megadit.train.data.ingest.clips.probe import FolderSummary, summarize
 from megadit.train.new.proposal import Machine, Proposal, propose, yaml_of
 from megadit.train.plan.hardware import find_gpu, ranks_that_gain, this_device

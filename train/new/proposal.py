@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import duration
+from megadit.models.shared.words import split_words
 from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.ingest.clips.probe import MOST_SECONDS, FolderSummary, Seen

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from megadit.models.shared.cores import available_cores, threads_of_a_rank
 from megadit.models.shared.errors import choose_one
-from megadit.models.shared.memory import GIB
+from megadit.models.shared.resources import GIB, available_cores, threads_of_a_rank
 
 GB = 10**9
 TERA = 10**12

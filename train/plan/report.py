@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import GIB, memory_in_words
+from megadit.models.shared.resources import GIB, memory_in_words
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget

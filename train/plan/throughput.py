@@ -4,9 +4,9 @@ from dataclasses import replace
 from math import prod
 from statistics import mean
 
-from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import duration
+from megadit.models.shared.resources import threads_of_a_rank
 from megadit.train.config.schema import RunConfig
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import Gpu

@@ -23,8 +23,8 @@ from megadit.models.machine import NO_MEMORY
 from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.memory import GIB
 from megadit.models.shared.progress import duration
+from megadit.models.shared.resources import GIB
 from megadit.train.config.load import change, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.estimate import H100_CALIBRATION, Calibration, estimate_step, tokens_per_second

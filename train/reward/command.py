@@ -41,7 +41,7 @@ from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.models.shared.resources import ANYWAY_HELP
 from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.prepare.rewards import Scoring

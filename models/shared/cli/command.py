@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, python_module, start_with_us
-from megadit.models.shared.cores import prepare_threads
 from megadit.models.shared.errors import OF_PATHS, AlreadyReportedError, StoppedError, UserError, nearest
-from megadit.models.shared.memory import memory_in_words
+from megadit.models.shared.resources import memory_in_words, prepare_threads
 
 SIDES = re.compile(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*")
 """Height and width."""

@@ -19,7 +19,7 @@ from megadit.infer.media.contact_sheet import contact_sheet, grid_columns
 from megadit.infer.media.video_io import read_video, write_video
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders.vocabulary import write_words
+from megadit.models.shared.words import write_words
 from tests.bundles import DEFAULTS
 
 

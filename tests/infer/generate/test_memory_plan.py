@@ -20,7 +20,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
-from megadit.models.shared.memory import GIB
+from megadit.models.shared.resources import GIB
 
 BF16 = Choices(dtype=torch.bfloat16)
 SIZES = {"num_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "crossattn_emb_size": 32}

@@ -26,8 +26,8 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.networks.conditioning import CleanLatents, Conditioning
-from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import rank_environment
 from tests.bundles import write_pair_bundle
 
 from ..conftest import make_adapter

@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.shared.words import split_words
 from megadit.models.text_encoders import HashedWordEncoder, load_text_encoder
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megadit.models.shared import cores
+from megadit.models.shared import resources
 from megadit.train.engine.threads import Threads
 from megadit.train.recipes import load_recipe
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def threads(monkeypatch):
     """The number of threads that torch was told, of four."""
     now = [4]
-    for name in (cores.THREADS, cores.SHARED_OUT):
+    for name in (resources.THREADS, resources.SHARED_OUT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda number: now.__setitem__(0, number))
@@ -56,5 +56,5 @@ def test_who_says_how_many_is_heeded(threads, monkeypatch):
     assert run({3: 0.1}, threads, device=torch.device("cuda")) == ([4] * 5, 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert run({3: 0.1}, threads) == ([4] * 5, 0)
-    monkeypatch.setenv(cores.SHARED_OUT, "4")
+    monkeypatch.setenv(resources.SHARED_OUT, "4")
     assert run({3: 0.1}, threads) == ([4, 4, 1, 1, 1], 1), "that is the launcher's share"

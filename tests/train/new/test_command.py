@@ -37,7 +37,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 230)}
 def same_machine(monkeypatch):
     """Whatever else keeps this one busy, and however fast it is: two such cores. Reports are not drawn."""
     monkeypatch.setattr(new, "this_device", lambda ranks: CORE)
-    monkeypatch.setattr("megadit.models.shared.cores.available_cores", lambda: 2)
+    monkeypatch.setattr("megadit.models.shared.resources.available_cores", lambda: 2)
     monkeypatch.setattr("megadit.train.data.ingest.report.draw", lambda *asked: None)
 
 

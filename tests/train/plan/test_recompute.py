@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megadit.models import machine
-from megadit.models.shared import memory
-from megadit.models.shared.memory import GIB
+from megadit.models.shared import resources
+from megadit.models.shared.resources import GIB
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.memory import MARGIN, choice_in_words, needed_memory, with_recompute
@@ -69,8 +69,8 @@ def test_a_dry_run_says_what_would_be_chosen_on_a_gpu(capsys):
 
 
 def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch):
-    monkeypatch.setattr(memory, "_memory_groups", lambda: [])
-    monkeypatch.setattr(memory, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(resources, "_memory_groups", lambda: [])
+    monkeypatch.setattr(resources, "_available_memory", lambda: 1000)
     assert machine.free_memory(torch.device("cpu")) == 1000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.free_memory(torch.device("cpu")) == 250
@@ -81,10 +81,10 @@ def test_a_control_group_limits_memory(monkeypatch, tmp_path):
     values = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 100\ninactive_file 50\n"}
     for name, value in values.items():
         (tmp_path / name).write_text(value)
-    monkeypatch.setattr(memory, "_memory_groups", lambda: [tmp_path, tmp_path / "none"])
+    monkeypatch.setattr(resources, "_memory_groups", lambda: [tmp_path, tmp_path / "none"])
     assert machine.free_memory(torch.device("cpu")) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(memory, "_available_memory", lambda: 5000)  # the machine's own changes while it is read
+    monkeypatch.setattr(resources, "_available_memory", lambda: 5000)  # the machine's own changes while it is read
     assert machine.free_memory(torch.device("cpu")) == 5000
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import zeros
 
 from megadit.models.machine import small_operations_speed
-from megadit.models.shared.memory import GIB
+from megadit.models.shared.resources import GIB
 from megadit.train.config.load import resolve_config
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.estimate import HOST_SECONDS_PER_LAYER, LAUNCH_SECONDS_PER_LAYER
@@ -70,11 +70,11 @@ def test_a_gpu_waits_for_python_unless_blocks_are_replayed():
 
 def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     from megadit.models import machine
-    from megadit.models.shared import cores
+    from megadit.models.shared import resources
 
     monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: 8e9)  # of all threads of this process
     monkeypatch.setattr(machine, "small_operations_speed", lambda: 0.7)
-    monkeypatch.setattr(cores, "available_cores", lambda: 4)
+    monkeypatch.setattr(resources, "available_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

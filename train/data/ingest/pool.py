@@ -14,7 +14,7 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import Any, Generic, TypeVar
 
 from megadit.models.shared.cli.signals import cleaning_up
-from megadit.models.shared.cores import available_cores
+from megadit.models.shared.resources import available_cores
 from megadit.train.data.ingest.memory import Memory, Written
 
 Item = TypeVar("Item")

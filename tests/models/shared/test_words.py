@@ -6,11 +6,11 @@ import string
 
 import pytest
 
-from megadit.models.shared.captions import far_longer
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders.vocabulary import (
+from megadit.models.shared.words import (
     MOST_WORDS,
     WORDS_FILE,
+    far_longer,
     read_words,
     unseen_words,
     words_of,

@@ -1,4 +1,4 @@
-"""The words of a network's training captions, saved in its bundle (`vocabulary.json`).
+"""Words of texts, and those of a network's training captions, saved in its bundle (`vocabulary.json`).
 
 With hashed words, a word that no training caption contained has a vector like any other, and the network has not
 learned it: prompts can be compared with the training vocabulary. Published encoders have their own vocabulary, and
@@ -6,10 +6,11 @@ vocabularies that contain nearly every word are not saved.
 """
 
 import difflib
+import re
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
-from megadit.models.shared.captions import split_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 
@@ -20,6 +21,16 @@ MOST_CAPTIONS = 100_000
 _MOST_BYTES = 4 << 20
 """Maximum bytes of all words together; their file has a few more."""
 _MOST_SAID = 8
+FAR_LONGER = 2
+"""Ratio to the longest training caption from which a prompt is far longer."""
+_SHORT = 4
+"""Minimum for the longest caption's words, for this ratio."""
+_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+
+
+def split_words(text: str) -> list[str]:
+    """Lower-case words: runs of letters and digits, with inner apostrophes."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 def words_of(captions: Iterable[str]) -> set[str] | None:
@@ -71,3 +82,14 @@ def unseen_words(prompts: Iterable[str], directory: Path) -> str | None:
 def _with_nearest(word: str, known: frozenset[str]) -> str:
     nearest = difflib.get_close_matches(word, known, n=1)
     return f"{word!r} (but {nearest[0]!r})" if nearest else repr(word)
+
+
+def far_longer(prompts: Iterable[str], longest: int | None) -> str | None:
+    """A warning of a prompt far longer than the longest training caption, in words; else None."""
+    most = max((len(split_words(prompt)) for prompt in prompts), default=0)
+    if longest is None or most <= FAR_LONGER * max(longest, _SHORT):
+        return None
+    return (
+        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may ignore "
+        "the later ones"
+    )

@@ -1,13 +1,20 @@
-"""Cores: those of the affinity, or of the control groups around a process; threads as the user says."""
+"""Cores: those of the affinity, or of the control groups around a process; threads as the user says. Memory is written
+as people write it, and a plan far beyond it is refused."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megadit.models.shared import cores
+from megadit.models.shared import resources
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import GIB, TOO_MUCH, check_memory_fits, memory_in_words
 
+UNITS = {"MiB": GIB / 1024, "GiB": GIB}
 GROUPS = {
     "none": ("0::/\n", {}, 8),
     "no limit": ("0::/app\n", {"app/cpu.max": "max 100000"}, 8),
@@ -40,10 +47,10 @@ GROUPS = {
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """Eight cores, no control group, nothing asked for."""
-    monkeypatch.setattr(cores, "_allowed_cores", lambda: 8)
-    monkeypatch.setattr(cores, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "own")
-    for name in (cores.THREADS, cores.SHARED_OUT, "LOCAL_WORLD_SIZE", *cores.WAITING):
+    monkeypatch.setattr(resources, "_allowed_cores", lambda: 8)
+    monkeypatch.setattr(resources, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(resources, "OWN_GROUPS", tmp_path / "own")
+    for name in (resources.THREADS, resources.SHARED_OUT, "LOCAL_WORLD_SIZE", *resources.WAITING):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
 
@@ -59,33 +66,33 @@ def write_groups(folder, own, limits):
 def test_control_groups_limit_the_cores(tmp_path, case):
     own, limits, expected = GROUPS[case]
     write_groups(tmp_path, own, limits)
-    assert cores.available_cores() == expected
-    assert [cores.threads_of_a_rank(ranks) for ranks in (1, 2, 64)] == [expected, max(1, expected // 2), 1]
+    assert resources.available_cores() == expected
+    assert [resources.threads_of_a_rank(ranks) for ranks in (1, 2, 64)] == [expected, max(1, expected // 2), 1]
 
 
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("3,2", 3), (" 5 ", 5), ("", 8), ("0", 8), ("many", 8)])
 def test_the_users_threads_count(monkeypatch, said, threads):
-    monkeypatch.setenv(cores.THREADS, said)
-    assert cores.threads_of_a_rank() == threads
-    assert (cores.rank_environment(2) == {}) == (threads != 8)
+    monkeypatch.setenv(resources.THREADS, said)
+    assert resources.threads_of_a_rank() == threads
+    assert (resources.rank_environment(2) == {}) == (threads != 8)
 
 
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch):
-    environment = cores.rank_environment(2)
-    assert environment == {cores.THREADS: "4", cores.SHARED_OUT: "4"}
-    monkeypatch.setenv(cores.THREADS, "4")
-    assert cores.asked_threads() == 4
-    monkeypatch.setenv(cores.SHARED_OUT, "4")
-    assert cores.asked_threads() is None, "that is ours"
-    assert cores.rank_environment(4)[cores.THREADS] == "2"
+    environment = resources.rank_environment(2)
+    assert environment == {resources.THREADS: "4", resources.SHARED_OUT: "4"}
+    monkeypatch.setenv(resources.THREADS, "4")
+    assert resources.asked_threads() == 4
+    monkeypatch.setenv(resources.SHARED_OUT, "4")
+    assert resources.asked_threads() is None, "that is ours"
+    assert resources.rank_environment(4)[resources.THREADS] == "2"
 
 
 def test_a_quota_limits_a_process_that_has_no_ranks(tmp_path):
-    cores.prepare_threads()
-    assert cores.THREADS not in os.environ
+    resources.prepare_threads()
+    assert resources.THREADS not in os.environ
     write_groups(tmp_path, *GROUPS["a quota"][:2])
-    cores.prepare_threads()
-    assert os.environ[cores.THREADS] == "2" and cores.asked_threads() is None
+    resources.prepare_threads()
+    assert os.environ[resources.THREADS] == "2" and resources.asked_threads() is None
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
@@ -95,6 +102,29 @@ def test_threads_of_a_command_wait_passively_unless_the_user_says_otherwise(befo
         "from megadit.models.shared.cli.command import run_command\n"
         "assert run_command(lambda argv: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules), []) == 0\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in cores.WAITING} | before
+    environment = {name: value for name, value in os.environ.items() if name not in resources.WAITING} | before
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.split() == [after, "False"]
+
+
+@given(st.floats(1, 1e9))
+def test_a_size_is_written_without_an_exponent_and_within_a_twentieth(num_bytes):
+    num_bytes *= 1e6
+    text = memory_in_words(num_bytes)
+    value, unit = re.fullmatch(r"([\d,]+(?:\.\d+)?) (MiB|GiB)", text).groups()
+    assert float(value.replace(",", "")) * UNITS[unit] == pytest.approx(num_bytes, rel=0.05), text
+
+
+def test_sizes_in_words():
+    sizes = {190: "190 GiB", 18.4: "18 GiB", 2.52: "2.5 GiB", 0.11: "0.11 GiB", 1 / 32: "32 MiB", 1024.0: "1,000 GiB"}
+    assert {size: memory_in_words(size * GIB) for size in sizes} == sizes
+
+
+@given(needed=st.floats(0, 1e15), free=st.floats(0, 1e15))
+def test_a_plan_is_refused_where_it_is_far_too_large(needed, free):
+    try:
+        check_memory_fits(needed, free, "this", "make it smaller")
+    except UserError as error:
+        assert needed >= TOO_MUCH * free and "this needs about" in str(error) and "make it smaller" in str(error)
+    else:
+        assert needed < TOO_MUCH * free

@@ -1,0 +1,141 @@
+"""The part of its machine that this process may use, by its control groups: cores, with threads and how they wait, and
+memory, with the refusal of plans that exceed it."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megadit.models.shared.errors import UserError
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+THREADS = "OMP_NUM_THREADS"
+SHARED_OUT = "MEGADIT_THREADS"
+"""Variable set together with `OMP_NUM_THREADS` if this package set it, not the user: the same number."""
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+"""OpenMP settings (GNU's, then LLVM's and Intel's): threads sleep until there is work, because spinning would take
+cores from other processes and threads. A short spin costs less than falling asleep."""
+GIB = 2**30
+TOO_MUCH = 1.3
+"""Ratio of estimated to free memory from which a plan is refused; estimates are accurate to a tenth."""
+ANYWAY = "--even_if_too_large"
+"""The option that starts a refused plan anyway."""
+ANYWAY_HELP = "start even if the estimated memory exceeds what is free"
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use, by affinity and by its control group's quota; at least 1."""
+    return max(1, math.floor(min([_allowed_cores(), *_quotas()])))
+
+
+def asked_threads() -> int | None:
+    """The number of threads in the user's OMP_NUM_THREADS; None if not set."""
+    said = os.environ.get(THREADS, "").partition(",")[0].strip()
+    return int(said) if said.isdecimal() and int(said) and said != os.environ.get(SHARED_OUT) else None
+
+
+def threads_of_a_rank(ranks: int = 1) -> int:
+    """Number of threads of a rank: the user's choice, or the available cores divided among this machine's ranks."""
+    return asked_threads() or max(1, available_cores() // ranks)
+
+
+def prepare_threads() -> None:
+    """Configures libraries that are imported later: how threads wait, and a CPU quota that they ignore."""
+    for name, value in WAITING.items():
+        os.environ.setdefault(name, value)
+    if available_cores() < _allowed_cores():
+        os.environ.update(rank_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Environment variables that set the threads of each of `ranks` ranks; {} if the user has set them."""
+    return {} if asked_threads() else dict.fromkeys((THREADS, SHARED_OUT), str(threads_of_a_rank(ranks)))
+
+
+def _allowed_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quotas() -> Iterator[float]:
+    """The quota in cores of each control group around this process that has one."""
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, place = line.split(":", 2)
+            if not controllers:
+                yield from _limits(CONTROL_GROUPS, place, _max)
+            elif "cpu" in controllers.split(","):
+                yield from _limits(CONTROL_GROUPS / controllers, place, _quota_and_period)
+
+
+def _limits(root: Path, place: str, read: Callable[[Path], Sequence[str]]) -> Iterator[float]:
+    for folder in _around(root, place):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            quota, period = map(int, read(folder))
+            if quota > 0 and period > 0:
+                yield quota / period
+
+
+def _around(root: Path, place: str) -> list[Path]:
+    """The folders of a control group and of those around it; a container sees its own group as the root."""
+    own = root / place.lstrip("/")
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+
+
+def _max(folder: Path) -> list[str]:
+    return (folder / "cpu.max").read_text(encoding="utf-8").split()
+
+
+def _quota_and_period(folder: Path) -> tuple[str, str]:
+    quota, period = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+    return quota.read_text(encoding="utf-8"), period.read_text(encoding="utf-8")
+
+
+def memory_in_words(num_bytes: float) -> str:
+    """Format a size to two significant digits: "190 GiB", "2.5 GiB", "0.11 GiB", "64 MiB"."""
+    unit, name = (GIB, "GiB") if num_bytes >= GIB / 10 else (GIB / 1024, "MiB")
+    value = float(f"{num_bytes / unit:.2g}")
+    return f"{value:,.0f} {name}" if value >= 10 else f"{value:g} {name}"
+
+
+def check_memory_fits(needed: float, free: float, what: str, remedy: str) -> None:
+    """Raises UserError if `what` needs far more bytes than are free."""
+    if needed >= TOO_MUCH * free:
+        raise UserError(
+            f"{what} needs about {memory_in_words(needed)} of memory, and {memory_in_words(free)} are free: {remedy}; "
+            f"{ANYWAY} starts it anyway"
+        )
+
+
+def host_memory() -> int:
+    """Bytes that processes can still allocate: of the machine's memory or of their control group's, whichever is
+    less."""
+    return min(_available_memory(), *(_left_of_group(folder) for folder in _memory_groups()), sys.maxsize)
+
+
+def _available_memory() -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_groups() -> list[Path]:
+    """The control groups (version 2) that limit this process, as folders."""
+    with suppress(OSError, StopIteration):
+        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
+        return _around(CONTROL_GROUPS, next(line[3:] for line in lines if line.startswith("0::/")))
+    return [CONTROL_GROUPS]
+
+
+def _left_of_group(folder: Path) -> int:
+    """Bytes up to its limit, including reclaimable caches; infinite without a limit."""
+    try:
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):  # no such group, or "max"
+        return sys.maxsize
+    return max(0, limit - used + int(stat.get("inactive_file", 0)))
