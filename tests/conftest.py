@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.shared.cli.signals import ending_signals
+from megadit.models.shared.cli.command import ending_signals
 
 from . import budget, exports, ranks, workers
 

@@ -15,8 +15,7 @@ from unittest import mock
 import pytest
 
 from megadit.models.shared.cli import verbs
-from megadit.models.shared.cli.command import CommandParser
-from megadit.models.shared.cli.options import MOST_IN_ONE_LIST
+from megadit.models.shared.cli.options import MOST_IN_ONE_LIST, CommandParser
 
 ROOT = Path(__file__).parent
 MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"

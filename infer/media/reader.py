@@ -17,8 +17,8 @@ from typing import IO, TypeVar
 import numpy as np
 
 from megadit.models.diffusion.conditioning_settings import MediaLimits
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.cli.setting import settings_of
-from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 
 CHECKING = "--checking"

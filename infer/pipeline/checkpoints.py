@@ -10,7 +10,7 @@ from pathlib import Path
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle, check_kind
 from megadit.models.convert.adapters.files import is_adapter
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import held_alone
 from megadit.models.storage.hub import cached_model

@@ -33,7 +33,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.addresses import free_ports
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import rank_environment
 

@@ -17,8 +17,7 @@ from megadit.models.configs.families import (
 )
 from megadit.models.configs.rules import RULES
 from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
-from megadit.models.shared.cli.rules import enforce
-from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean, enforce, nearest_multiples
 
 MAY_BE_ZERO = ("frequency_shift", "conditioning_sigma")
 PositionEmbedding = Literal["rope", "sincos", "learned"]

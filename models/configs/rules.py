@@ -3,7 +3,7 @@
 from typing import Any
 
 from megadit.models.configs.families import COMPAT
-from megadit.models.shared.cli.rules import Rule
+from megadit.models.shared.errors import Rule
 
 MOST_LAYERS = 1000
 """Maximum depth of a network: a configuration is untrusted, and building each layer takes time."""

@@ -5,7 +5,7 @@ import os
 import uuid
 from collections.abc import Sequence
 
-from megadit.models.shared.cli.signals import ending_signals, python_module
+from megadit.models.shared.cli.command import ending_signals, python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import rank_environment
 

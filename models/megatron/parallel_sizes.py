@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.shared.cli.rules import Rule, first_broken
-from megadit.models.shared.errors import UserError, nearest_multiples
+from megadit.models.shared.errors import Rule, UserError, first_broken, nearest_multiples
 
 ContextComm = Literal["ulysses", "ring", "both"]
 

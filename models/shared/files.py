@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megadit.models.shared.captions import decoded
-from megadit.models.shared.cli.signals import cleaning_up
+from megadit.models.shared.cli.command import cleaning_up
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError, not_written
 

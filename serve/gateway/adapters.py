@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from megadit.models.lora.named import OF_A_KEY, SUFFIX, adapters_in, check_name, of_expert, shown_name, split_expert
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import AdapterNotFoundError

@@ -19,7 +19,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, cache_folder, held_alone
 

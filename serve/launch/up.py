@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megadit.models.shared.cli.command import entry_point
+from megadit.models.shared.cli.command import entry_point, python_module
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import port_setting, setting
-from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import cache_folder
 from megadit.models.shared.folder_lock import process_stat

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megadit.infer.sampling.samplers import SAMPLERS, num_denoiser_calls
 from megadit.infer.sampling.schedules import karras_sigmas
-from megadit.models.shared.cli.command import CommandParser, run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import CommandParser
 
 SIGMA_MIN, SIGMA_MAX = 0.002, 80.0
 CALLS = (10, 20, 35)

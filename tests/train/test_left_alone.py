@@ -118,7 +118,7 @@ def test_a_tracker_that_fails_changes_nothing(command, run_ranks, tmp_path, read
 PROGRAM = """
 import os, signal, sys
 from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.signals import StopRequest
+from megadit.models.shared.cli.command import StopRequest
 def run(argv):
     with StopRequest() as stop:
         print("begun", flush=True)
@@ -168,7 +168,7 @@ sys.exit(launch("rank_program", sys.argv[1:], num_processes=2))
 """
 RANK = """
 import os, pathlib, signal, sys, time
-from megadit.models.shared.cli.signals import StopRequest, end_with_parent
+from megadit.models.shared.cli.command import StopRequest, end_with_parent
 end_with_parent()
 with StopRequest() as stop:
     path = pathlib.Path(sys.argv[1]) / f"rank{os.environ['RANK']}"

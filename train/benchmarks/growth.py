@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress

@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cli.signals import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, differences, read_json, write_json
 from megadit.models.shared.resources import available_cores

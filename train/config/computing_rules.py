@@ -3,7 +3,7 @@
 from operator import attrgetter
 
 from megadit.models.megatron import parallel_sizes
-from megadit.models.shared.cli.rules import Rule
+from megadit.models.shared.errors import Rule
 from megadit.train.config.facts import Run
 from megadit.train.config.rule_forms import (
     fp8_multiple,

@@ -2,7 +2,7 @@
 
 from operator import attrgetter
 
-from megadit.models.shared.cli.rules import Rule, accepted_by
+from megadit.models.shared.errors import Rule, accepted_by
 from megadit.train.config.distill import AT_ALL_LEVELS
 from megadit.train.config.facts import Run
 from megadit.train.config.rule_forms import (

@@ -6,8 +6,7 @@ from typing import Any
 
 from megadit.models.diffusion.settings import SamplingSettings, check_guidance, resolve
 from megadit.models.megatron.parallel_sizes import Division, refusal
-from megadit.models.shared.cli.rules import Rule, always
-from megadit.models.shared.errors import nearest_multiples
+from megadit.models.shared.errors import Rule, always, nearest_multiples
 from megadit.models.shared.shards import partly_copied
 from megadit.train.config.facts import Run, agree
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megadit.models.shared.cli.rules import Rule, accepted_by, enforce
+from megadit.models.shared.errors import Rule, accepted_by, enforce
 from megadit.models.shared.files import can_be_folder
 from megadit.models.storage.manifest import is_within_bundle
 from megadit.train.config.computing_rules import COMPUTING

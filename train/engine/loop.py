@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megadit.models.machine import is_out_of_memory, peak_flops, said_of_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
-from megadit.models.shared.cli.signals import StopRequest
+from megadit.models.shared.cli.command import StopRequest
 from megadit.models.shared.errors import StoppedError, UserError
 from megadit.models.shared.folder_lock import FolderLock
 from megadit.train.checkpoints.checkpoint import CheckpointStore, Fence, RunState

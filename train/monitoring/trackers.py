@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import imageio.v3 as iio
 
 from megadit.infer.media.video_io import read_video
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.config.schema import RunConfig
 from megadit.train.monitoring.curves import AGAIN, CURVES_FILE, END, FOLLOW

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.machine import NO_MEMORY
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration

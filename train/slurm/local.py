@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megadit.models.shared.cli.signals import ending_signals, exit_code
+from megadit.models.shared.cli.command import ending_signals, exit_code
 from megadit.models.shared.errors import StoppedError
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.folder_lock import FolderLock

@@ -1,1 +1,1 @@
-"""Command line: the verbs of `megadit`, options from dataclasses, rules between them, signals, shell completion."""
+"""Command line: the verbs of `megadit`, options from dataclasses, how a command starts and ends, shell completion."""

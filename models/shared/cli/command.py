@@ -1,116 +1,33 @@
-"""Commands: their options, and how their errors reach the user."""
+"""A command as a process: how it starts, how its errors reach the user, and how it ends.
 
-import argparse
+Signals that end it are the same in every launcher: work in progress is finished; the exit code is 128 + signal.
+"""
+
 import contextlib
+import ctypes
 import errno
 import functools
 import os
-import re
 import select
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
-from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, python_module, start_with_us
-from megadit.models.shared.errors import OF_PATHS, AlreadyReportedError, StoppedError, UserError, nearest
+from megadit.models.shared.errors import OF_PATHS, AlreadyReportedError, StoppedError, UserError
 from megadit.models.shared.resources import memory_in_words, prepare_threads
 
-SIDES = re.compile(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*")
-"""Height and width."""
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Fills paragraphs, but leaves those with indented lines (tables, examples) unchanged."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = text.strip().split("\n\n")
-        filled = [
-            part if "\n " in f"\n{part}" else super(_Formatter, self)._fill_text(part, width, indent) for part in parts
-        ]
-        return "\n\n".join(filled)
-
-
-class CommandParser(argparse.ArgumentParser):
-    """An argparse parser whose errors are `UserError`s, which `run_command` prints in one line.
-
-    Options are never abbreviated; `--num-steps` is read as `--num_steps` if only that exists. Help ends with
-    `examples`, command lines.
-    """
-
-    def __init__(self, *, examples: Sequence[str] = (), epilog: str = "", **settings: Any) -> None:
-        shown = [epilog, "\n".join(["examples:", *(f"  {line}" for line in examples)]) if examples else ""]
-        epilog = "\n\n".join(filter(None, shown))
-        super().__init__(allow_abbrev=False, formatter_class=_Formatter, epilog=epilog or None, **settings)
-        self.examples = tuple(examples)
-
-    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        """The options in `args`.
-
-        Raises:
-            UserError: for an argument that is unknown (names the nearest option), missing or malformed.
-        """
-        if _is_help_asked:
-            raise _FoundError(self)
-        # positional arguments may stand anywhere among the options; which argparse does not support with subcommands
-        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
-        options, unknown = parse(self._sides_apart([self._spelling(argument) for argument in args]), namespace)
-        if unknown:
-            asked, known = unknown[0].partition("=")[0].lstrip("-"), self._option_string_actions
-            # a wrong suggestion is worse than none
-            near = nearest(asked, [name.lstrip("-") for name in known], likeness=0.75)
-            hint = f"; did you mean {next(name for name in known if name.lstrip('-') == near)!r}?" if near else ""
-            self.error(f"unknown argument {unknown[0]!r}{hint}")
-        return options
-
-    def _sides_apart(self, args: list[str]) -> list[str]:
-        """Splits `--size 64x96` into `--size 64 96`, for options with two integers."""
-        apart: list[str] = []
-        for argument in args:
-            name, _, value = argument.rpartition("=")
-            text = value if name else argument
-            action = self._option_string_actions.get(name or (apart[-1] if apart else ""))
-            has_two_values = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
-            if has_two_values and (sides := SIDES.fullmatch(text)):
-                apart += [*([name] if name else []), *sides.groups()]
-            else:
-                apart.append(argument)
-        return apart
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        sys.stdout.flush()  # here, so that `run_command` sees a closed pipe
-        super().exit(status, message)
-
-    def _spelling(self, argument: str) -> str:
-        name, equals, value = argument.partition("=")
-        underscored = name[:2] + name[2:].replace("-", "_")
-        return underscored + equals + value if underscored in self._option_string_actions else argument
-
-
-class _FoundError(Exception):
-    """Carries the parser that `parser_of` looks for."""
-
-
-_is_help_asked: list[bool] = []
-
-
-def parser_of(command: Callable[[], Any]) -> CommandParser | None:
-    """The parser of a command, without running the command; None if it has none."""
-    _is_help_asked.append(True)
-    try:
-        command()
-    except _FoundError as found:
-        return found.args[0]
-    finally:
-        _is_help_asked.pop()
-    return None
+WITH_PARENT = "MEGADIT_ENDS_WITH_PARENT"
+"""Environment variable that makes a process end when its parent does, for whatever reason."""
+_PR_SET_PDEATHSIG = 1
 
 
 def run_command(function: Callable[[list[str]], int | None], argv: list[str], *, is_run: bool = False) -> int:
@@ -282,6 +199,129 @@ class _Unread:
         except OSError:
             with contextlib.suppress(OSError, ValueError):  # buffered output is discarded, too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+# --- signals that end a command, and processes that end with it -------------------------------------------------------
+
+
+def ending_signals() -> list[signal.Signals]:
+    """SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP of a closed terminal."""
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return [number for number in asked if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def exit_code(returncode: int) -> int:
+    """Convert the return code of `subprocess` to a shell's exit code."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+class StopRequest:
+    """Records whether a signal to end came within the block; a second SIGINT after a second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._time = 0.0
+
+    @property
+    def has_come(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> "StopRequest":
+        # reader processes inherit these handlers: a SIGINT to the whole process group must not end them
+        self._previous = {number: signal.signal(number, self._note) for number in ending_signals()}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        # torchrun repeats a SIGINT that the terminal has sent already
+        if number == signal.SIGINT and self.has_come and time.monotonic() - self._time > 1:
+            raise KeyboardInterrupt
+        if not self.has_come:
+            self.signal, self._time = number, time.monotonic()
+
+
+@contextlib.contextmanager
+def passed_on(process: subprocess.Popen) -> Iterator[None]:
+    """Within the block, signals to end are passed on to `process`, which is waited for; then this process ends, too.
+
+    Raises:
+        StoppedError: in the end, if one came.
+    """
+    came: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        came.append(number)
+        if number != signal.SIGINT or not os.isatty(0):  # a terminal sends it to both
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if came:
+        raise StoppedError(came[0])
+
+
+@contextlib.contextmanager
+def cleaning_up() -> Iterator[None]:
+    """Within the block, signals to end that would end this process at once raise SystemExit, so that `finally` blocks
+    run; forked processes still end at once. Where a finalizer was interrupted, which ignores exceptions, the signal
+    comes again."""
+    ours, is_main = os.getpid(), threading.current_thread() is threading.main_thread()
+    came: list[int] = []
+    numbers = [number for number in ending_signals() if is_main and signal.getsignal(number) == signal.SIG_DFL]
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() == ours:
+            came.append(number)
+            raise SystemExit(128 + number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    def repeat(ignored: Any) -> None:
+        if came and isinstance(ignored.exc_value, SystemExit):
+            threading.Timer(0.1, os.kill, [ours, came[-1]]).start()
+        else:
+            previous(ignored)
+
+    if not numbers:  # of a block around this one, or of the main thread
+        yield
+        return
+    for number in numbers:
+        signal.signal(number, end)
+    previous, sys.unraisablehook = sys.unraisablehook, repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command of `python -m module` without the current folder in its path: that may be somebody else's data, and
+    hold a module of the name `json`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def start_with_us(command: Sequence[str]) -> subprocess.Popen:
+    """Start a process that ends when this one does."""
+    return subprocess.Popen(command, env={**os.environ, WITH_PARENT: str(os.getpid())})
+
+
+def end_with_parent() -> None:
+    """Have this process ended (SIGTERM) when its parent is gone, if that requested it or is torchrun."""
+    parent = os.environ.pop(WITH_PARENT, None)
+    if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if parent is not None and os.getppid() != int(parent):  # it has already ended
+        signal.raise_signal(signal.SIGTERM)
 
 
 def run_module(module: str, *arguments: str) -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megadit.models.shared.cli.command import CommandParser, parser_of
-from megadit.models.shared.cli.options import command
+from megadit.models.shared.cli.options import CommandParser, command, parser_of
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 

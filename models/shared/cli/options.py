@@ -1,4 +1,4 @@
-"""Options of a command, from the settings of a dataclass (`setting.py`).
+"""Options of a command, from the settings of a dataclass (`setting.py`), and their parser.
 
 Each command is a function of its options, a frozen dataclass:
 
@@ -8,17 +8,20 @@ Each command is a function of its options, a frozen dataclass:
 A command with many options also has a table of groups, the most used first, in which every option occurs once.
 """
 
+import argparse
+import re
+import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from megadit.models.shared.cli.command import CommandParser, entry_point
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.setting import Setting, check_value, described, groups_of, settings_of
-from megadit.models.shared.errors import UserError, did_you_mean
+from megadit.models.shared.errors import UserError, did_you_mean, nearest
 
 Options = TypeVar("Options")
 
@@ -27,6 +30,8 @@ Groups = Mapping[str, Sequence[str]]
 """Title of a group of options in the help -> the names of its settings."""
 SIZE = Setting(name="size", help="height and width in pixels: 64x96", type=int, count=2, nargs=2)
 """The option of every command that has a height and a width, in place of both."""
+SIDES = re.compile(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*")
+"""Height and width."""
 MOST_IN_ONE_LIST = 16
 """Options of a command without groups."""
 
@@ -229,3 +234,95 @@ def _reader(about: Setting) -> Callable[[str], Any]:
 
     read.__name__ = " or ".join((about.type.__name__, *about.words))  # argparse: invalid float or auto value
     return read
+
+
+# --- the parser ----------------------------------------------------------------------------------------------------
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fills paragraphs, but leaves those with indented lines (tables, examples) unchanged."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip().split("\n\n")
+        filled = [
+            part if "\n " in f"\n{part}" else super(_Formatter, self)._fill_text(part, width, indent) for part in parts
+        ]
+        return "\n\n".join(filled)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argparse parser whose errors are `UserError`s, which `run_command` prints in one line.
+
+    Options are never abbreviated; `--num-steps` is read as `--num_steps` if only that exists. Help ends with
+    `examples`, command lines.
+    """
+
+    def __init__(self, *, examples: Sequence[str] = (), epilog: str = "", **settings: Any) -> None:
+        shown = [epilog, "\n".join(["examples:", *(f"  {line}" for line in examples)]) if examples else ""]
+        epilog = "\n\n".join(filter(None, shown))
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, epilog=epilog or None, **settings)
+        self.examples = tuple(examples)
+
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """The options in `args`.
+
+        Raises:
+            UserError: for an argument that is unknown (names the nearest option), missing or malformed.
+        """
+        if _is_help_asked:
+            raise _FoundError(self)
+        # positional arguments may stand anywhere among the options; which argparse does not support with subcommands
+        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        options, unknown = parse(self._sides_apart([self._spelling(argument) for argument in args]), namespace)
+        if unknown:
+            asked, known = unknown[0].partition("=")[0].lstrip("-"), self._option_string_actions
+            # a wrong suggestion is worse than none
+            near = nearest(asked, [name.lstrip("-") for name in known], likeness=0.75)
+            hint = f"; did you mean {next(name for name in known if name.lstrip('-') == near)!r}?" if near else ""
+            self.error(f"unknown argument {unknown[0]!r}{hint}")
+        return options
+
+    def _sides_apart(self, args: list[str]) -> list[str]:
+        """Splits `--size 64x96` into `--size 64 96`, for options with two integers."""
+        apart: list[str] = []
+        for argument in args:
+            name, _, value = argument.rpartition("=")
+            text = value if name else argument
+            action = self._option_string_actions.get(name or (apart[-1] if apart else ""))
+            has_two_values = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
+            if has_two_values and (sides := SIDES.fullmatch(text)):
+                apart += [*([name] if name else []), *sides.groups()]
+            else:
+                apart.append(argument)
+        return apart
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # here, so that `run_command` sees a closed pipe
+        super().exit(status, message)
+
+    def _spelling(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        underscored = name[:2] + name[2:].replace("-", "_")
+        return underscored + equals + value if underscored in self._option_string_actions else argument
+
+
+class _FoundError(Exception):
+    """Carries the parser that `parser_of` looks for."""
+
+
+_is_help_asked: list[bool] = []
+
+
+def parser_of(command: Callable[[], Any]) -> CommandParser | None:
+    """The parser of a command, without running the command; None if it has none."""
+    _is_help_asked.append(True)
+    try:
+        command()
+    except _FoundError as found:
+        return found.args[0]
+    finally:
+        _is_help_asked.pop()
+    return None

@@ -122,4 +122,4 @@ def test_no_process_of_ours_imports_from_the_current_folder(tmp_path, monkeypatc
     root = Path(megadit.models.__path__[0]).parent
     product = [file for name in ("export", "infer", "models", "serve", "train") for file in (root / name).rglob("*.py")]
     starts = {str(file.relative_to(root)) for file in product if "sys.executable" in file.read_text()}
-    assert starts == {"models/shared/cli/signals.py", "train/slurm/scripts.py"}
+    assert starts == {"models/shared/cli/command.py", "train/slurm/scripts.py"}

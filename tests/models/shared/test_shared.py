@@ -23,7 +23,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megadit.models.shared.cli import command
-from megadit.models.shared.cli.command import CommandParser, run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import CommandParser
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
 from megadit.models.shared.files import (
     atomic_directory,

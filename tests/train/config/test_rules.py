@@ -13,8 +13,7 @@ from megadit.models import text_encoders, tokenizers
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.megatron import extensions
-from megadit.models.shared.cli.rules import first_broken
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, first_broken
 from megadit.models.shared.files import write_json
 from megadit.train.config import rules
 from megadit.train.config.distill import DistillConfig

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from rank_server import become_and_leave, leave, of_a_rank  # noqa: E402
 
-from megadit.models.shared.cli.signals import WITH_PARENT  # noqa: E402
+from megadit.models.shared.cli.command import WITH_PARENT  # noqa: E402
 
 NUM_PROCESSES = 8
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megadit.models.shared.cli.command import SIDES
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import SIDES, read_options
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, Generic, TypeVar
 
-from megadit.models.shared.cli.signals import cleaning_up
+from megadit.models.shared.cli.command import cleaning_up
 from megadit.models.shared.resources import available_cores
 from megadit.train.data.ingest.memory import Memory, Written
 

@@ -9,8 +9,7 @@ from typing import Literal
 import pytest
 
 from megadit.models.shared.cli import options as shared_options
-from megadit.models.shared.cli.command import CommandParser
-from megadit.models.shared.cli.options import made_of, options, read_options, set_options
+from megadit.models.shared.cli.options import CommandParser, made_of, options, read_options, set_options
 from megadit.models.shared.cli.setting import (
     check_json,
     check_settings,

@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.shared.cli.signals import python_module
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import file_size, open_file
 
