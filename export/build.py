@@ -29,11 +29,10 @@ from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.machine import free_memory
 from megadit.models.shared.cli.setting import check_settings, group, setting
 from megadit.models.shared.errors import UserError, not_written
-from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.files import MANIFEST_FILE, atomic_directory, check_replaceable, write_json, write_manifest
 from megadit.models.shared.outside import check_own
 from megadit.models.shared.resources import check_memory_fits
-from megadit.models.storage.manifest import MANIFEST_FILE, check_replaceable, write_manifest
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

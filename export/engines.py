@@ -33,8 +33,7 @@ from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, write_json
-from megadit.models.storage.manifest import write_manifest
+from megadit.models.shared.files import atomic_directory, write_json, write_manifest
 
 
 def find_refittable(path: str | Path) -> ExportedNetworks:

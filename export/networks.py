@@ -18,7 +18,7 @@ from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
 from megadit.models.networks.conditioning import CleanLatents, Conditioning, conditioning_tokens
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.segments import OpenRows
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
 

@@ -26,7 +26,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.lora.adapters import move_adapters
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 
 _QUANTISED = re.compile(r"blocks\.\d+\.(self_attention|cross_attention|mlp)\.\w+$")
 CALIBRATION_STEPS = 8

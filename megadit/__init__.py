@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not ask `__getattr__`
     from megadit.infer.conditioning.items import ConditioningItem as ConditioningItem
+    from megadit.infer.pipeline.batches import Cancelled as Cancelled
     from megadit.infer.pipeline.pipeline import TextToVideo as TextToVideo
     from megadit.infer.pipeline.results import GeneratedVideo as GeneratedVideo
-    from megadit.infer.sampling.callbacks import Cancelled as Cancelled
     from megadit.models.diffusion.settings import SamplingSettings as SamplingSettings
     from megadit.models.shared.errors import UserError as UserError
 
     __version__: str
 
 _HOMES = {
-    "Cancelled": "megadit.infer.sampling.callbacks",
+    "Cancelled": "megadit.infer.pipeline.batches",
     "GeneratedVideo": "megadit.infer.pipeline.results",
     "ConditioningItem": "megadit.infer.conditioning.items",
     "SamplingSettings": "megadit.models.diffusion.settings",

@@ -29,12 +29,19 @@ from megadit.models.networks.dit import DiT
 from megadit.models.networks.registry import SavedNetwork
 from megadit.models.networks.vit import ViT
 from megadit.models.shared.errors import UserError, not_written
-from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.shared.files import (
+    MANIFEST_FILE,
+    atomic_directory,
+    check_files,
+    check_replaceable,
+    is_bundle,
+    read_json,
+    write_json,
+    write_manifest,
+)
 from megadit.models.shared.words import write_words
-from megadit.models.storage import weights
-from megadit.models.storage.components import CONFIG_FILE
+from megadit.models.storage import components as parts
 from megadit.models.storage.license import License
-from megadit.models.storage.manifest import MANIFEST_FILE, check_files, check_replaceable, is_bundle, write_manifest
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.text_encoders.image_encoder import ImageEncoder
@@ -117,18 +124,18 @@ class Bundle:
             path=path,
             manifest=manifest,
             defaults=_defaults(path, manifest["defaults"]),
-            config=weights.load_config(path / "transformer"),
+            config=parts.load_config(path / "transformer"),
         )
 
     def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> SavedNetwork:
         """Load the single network of a video bundle.
 
         Raises:
-            UserError: if there are two networks, or a classifier; see also `weights.load_network`.
+            UserError: if there are two networks, or a classifier; see also `components.load_network`.
         """
         check_single(self)
         check_kind(self, "video")
-        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+        return parts.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
         """Load the single network of a video bundle, a transformer.
@@ -143,19 +150,19 @@ class Bundle:
         """Load the network of a classifier bundle.
 
         Raises:
-            UserError: if it is no classifier; see also `weights.load_network`.
+            UserError: if it is no classifier; see also `components.load_network`.
         """
         check_kind(self, "classifier")
-        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+        return parts.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_clip(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> CLIP:
         """Load the network of a CLIP bundle.
 
         Raises:
-            UserError: if it is no CLIP; see also `weights.load_network`.
+            UserError: if it is no CLIP; see also `components.load_network`.
         """
         check_kind(self, "clip")
-        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+        return parts.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
         return load_tokenizer(self.path / "tokenizer")
@@ -228,9 +235,9 @@ def write_bundle(
     if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
         raise UserError(f"model.image_size={config.image_size} does not fit the image encoder, of width {found}")
     with atomic_directory(out) as directory:
-        weights.save_network(directory / "transformer", config, state_dict, dtype)
+        parts.save_network(directory / "transformer", config, state_dict, dtype)
         if low_noise is not None:
-            weights.save_network(directory / LOW_NOISE, config, low_noise, dtype)
+            parts.save_network(directory / LOW_NOISE, config, low_noise, dtype)
         tokenizer.save(directory / "tokenizer")
         text_encoder.save(directory / "text_encoder")
         if image_encoder is not None:
@@ -242,7 +249,7 @@ def write_bundle(
         manifest = {
             "format_version": FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
-            "components": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _COMPONENTS},
+            "components": {name: read_json(directory / name / parts.CONFIG_FILE)["type"] for name in _COMPONENTS},
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),
             "training": training,

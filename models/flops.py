@@ -16,7 +16,7 @@ from megadit.models.lora.adapters import chosen_targets
 from megadit.models.networks.registry import in_tower
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 
 _TABLES = ("positions.", "class_embedder.", "x_embedder.positions", "x_embedder.words")
 """Parameters whose rows are looked up, not multiplied."""

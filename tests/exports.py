@@ -127,7 +127,7 @@ def exported_classifier(once):
 def _exported_judge(once, kind: str):
     from megadit.export.build import ExportSettings, export_bundle
     from megadit.models.bundle import Bundle
-    from megadit.models.storage.manifest import write_manifest
+    from megadit.models.shared.files import write_manifest
 
     from . import bundles
 

@@ -17,7 +17,7 @@ from megadit.models.convert.adapters.files import adapter_size, open_adapter, re
 from megadit.models.diffusion.settings import check_asked
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import config_from_dict
+from megadit.models.storage.components import config_from_dict
 
 _PROCESSOR_SECONDS = 60
 _LEAST_CLAIM = 19

@@ -28,8 +28,7 @@ from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.blocks import MLP_SLICE
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import memory_in_words
-from megadit.models.storage.components import TENSOR_FILE
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import TENSOR_FILE, network_shapes
 from megadit.models.storage.wrapped import open_tensor_file
 from megadit.models.text_encoders.base import PublishedTextEncoder
 from megadit.models.text_encoders.published import DTYPES

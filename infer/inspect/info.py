@@ -28,11 +28,10 @@ from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting, settings_of
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_end, read_json, read_yaml
+from megadit.models.shared.files import MANIFEST_FILE, is_bundle, read_end, read_json, read_yaml
 from megadit.models.shared.outside import next_step
 from megadit.models.shared.shards import damaged_shards, partly_copied, verified_shards
-from megadit.models.storage.manifest import MANIFEST_FILE, is_bundle
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 
 CHECKPOINTS = "checkpoints"
 DEFAULT = "default "

@@ -12,9 +12,8 @@ from megadit.models.bundle import Bundle, check_kind
 from megadit.models.convert.adapters.files import is_adapter
 from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import held_alone
+from megadit.models.shared.files import MANIFEST_FILE, held_alone
 from megadit.models.storage.hub import cached_model
-from megadit.models.storage.manifest import MANIFEST_FILE
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

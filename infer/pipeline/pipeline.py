@@ -13,7 +13,6 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.background import each_in_float32, float32_by_default, one_behind
 from megadit.infer.conditioning.encode import EncodedConditioning, encode_batch, encode_conditioning
 from megadit.infer.conditioning.items import (
     AnyConditioning,
@@ -34,7 +33,20 @@ from megadit.infer.pipeline.adapters import (
     adapter_cache,
     hold_adapters,
 )
-from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts, solve, wrapped
+from megadit.infer.pipeline.batches import (
+    DECODE,
+    DENOISE,
+    Around,
+    Batch,
+    StepCallback,
+    StepProgress,
+    Videos,
+    cuts_of,
+    nothing_around,
+    read_prompts,
+    solve,
+    wrapped,
+)
 from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, no_weaker_denoiser, open_bundle
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
@@ -50,8 +62,7 @@ from megadit.infer.runtimes.load import (
 )
 from megadit.infer.runtimes.options import AUTO, RuntimeOptions, chosen_dtype, warn_of_cost
 from megadit.infer.runtimes.ranks import split_over_ranks
-from megadit.infer.runtimes.torch import find_device, find_dtype
-from megadit.infer.sampling.callbacks import DECODE, DENOISE, Around, StepCallback, StepProgress, nothing_around
+from megadit.infer.runtimes.torch import each_in_float32, find_device, find_dtype, float32_by_default, one_behind
 from megadit.infer.sampling.guidance import (
     Denoiser,
     Evaluate,
@@ -275,7 +286,7 @@ class TextToVideo:
 
         None means the bundle's defaults; see `resolve_settings`. `skipped` are the indices of denoiser calls to
         predict, instead of those that `cache_budget` chooses. `around` is entered around each stage
-        (`callbacks.Around`).
+        (`batches.Around`).
         """
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
         prompts = read_prompts(prompts)

@@ -25,7 +25,7 @@ from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.ops.crossover import tune_for_cpu
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.storage.weights import load_config, load_network
+from megadit.models.storage.components import load_config, load_network
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import VideoTokenizer

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from megadit.models.networks.blocks import BlockStack
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.documents import parse_json
-from megadit.models.storage.components import TENSOR_FILE
+from megadit.models.storage.components import TENSOR_FILE, check_shapes, load_config, network_shapes
 from megadit.models.storage.tensor_source import DTYPES, open_safetensors
-from megadit.models.storage.weights import check_shapes, load_config, network_shapes
 
 Tensors = dict[str, Tensor]
 

@@ -18,7 +18,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import load_config
+from megadit.models.storage.components import load_config
 
 
 class ContextParallelDenoiser(AdaptableDenoiser):

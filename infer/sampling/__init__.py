@@ -1,1 +1,1 @@
-"""Sampling without a network: noise levels, solvers, guidance, callbacks."""
+"""Sampling without a network: noise levels, solvers, guidance."""

@@ -42,11 +42,10 @@ from megadit.models.lora.named import split_expert
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.shared.files import atomic_directory, is_bundle, read_json, write_json
 from megadit.models.storage import components as parts
 from megadit.models.storage import hub
 from megadit.models.storage.license import License, find_license
-from megadit.models.storage.manifest import is_bundle
 from megadit.models.storage.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.text_encoders import (
     ClassLabels,

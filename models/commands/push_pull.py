@@ -21,10 +21,9 @@ from megadit.models.shared.addresses import check_no_secret
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, inner_path, read_json
+from megadit.models.shared.files import MANIFEST_FILE, atomic_directory, check_replaceable, inner_path, read_json
 from megadit.models.shared.outside import check_own
 from megadit.models.shared.progress import Progress
-from megadit.models.storage.manifest import MANIFEST_FILE, check_replaceable
 
 HUB = "hf://"
 _URL = "hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH"

@@ -9,8 +9,8 @@ from torch import Tensor
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.components import check_shapes, network_shapes
 from megadit.models.storage.tensor_source import Stored, TensorSource, check_floating
-from megadit.models.storage.weights import check_shapes, network_shapes
 
 
 def to_ours(

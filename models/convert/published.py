@@ -18,9 +18,9 @@ from megadit.models.networks.registry import build_without_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, read_object
 from megadit.models.shared.outside import next_step
+from megadit.models.storage.components import config_from_dict, config_to_dict
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.storage.weight_files import open_weights, weight_files
-from megadit.models.storage.weights import config_from_dict, config_to_dict
 from megadit.models.storage.wrapped import open_tensor_file, unwrapped
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"

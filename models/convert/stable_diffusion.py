@@ -13,7 +13,7 @@ from megadit.models.convert.tensor_map import Entry, rename
 from megadit.models.diffusion.parameterization import BETAS, DDPM_STEPS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_object
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 
 FOLDER = "unet"
 """Folder of the network in a pipeline."""

@@ -18,7 +18,7 @@ from megadit.models.megatron.shards import full_shape, own_shard, shard
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks.dit import DiT
 from megadit.models.storage import components as parts
-from megadit.models.storage.weights import check_shapes, load_config
+from megadit.models.storage.components import check_shapes, load_config
 
 
 def load_split_dit(

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and checks of untrusted file names."""
+"""Files that are written completely or not at all, checks of untrusted file names, and the manifest of a folder."""
 
 import errno
 import fcntl
@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +27,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Beginning of a URL, also after `Path`, which takes one slash of two away."""
 RECORD_SUFFIX = ".json"
 """Suffix of a video's record, after the whole file name of the video."""
+MANIFEST_FILE = "megadit.json"
+"""The manifest of a bundle or an adapter: among others, size and checksum of each other file in its folder."""
 
 
 def check_local(path: str | os.PathLike) -> None:
@@ -277,3 +279,56 @@ def read_end(path: str | os.PathLike, num_bytes: int = 1 << 20) -> bytes:
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
         return file.read(num_bytes)
+
+
+# --- manifests ---------------------------------------------------------------------------------------------------
+
+
+def is_bundle(path: str | os.PathLike) -> bool:
+    """Whether `path` looks like a bundle of any version (other directories contain a megadit.json, too)."""
+    return (Path(path) / MANIFEST_FILE).is_file() and (Path(path) / "transformer").is_dir()
+
+
+def is_within_bundle(path: str | os.PathLike) -> bool:
+    """Whether the path, or any parent, is a bundle's folder."""
+    return any(map(is_bundle, (path, *Path(path).absolute().parents)))
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes megadit.json with the size and checksum of every other file in `directory`."""
+    names = [name for name in _file_names(directory) if name != MANIFEST_FILE]
+    files = {name: _describe_file(directory / name) for name in names}
+    write_json(directory / MANIFEST_FILE, {**manifest, "files": files})
+
+
+def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool = False) -> None:
+    """Checks that every file in a folder's manifest exists in its full size, with `verify` also its checksum.
+
+    Raises:
+        UserError: with the name of the wrong file.
+    """
+    for name, expected in manifest["files"].items():
+        _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises UserError if `out` is a directory that holds something else than a bundle."""
+    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
+        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+
+
+def _file_names(directory: Path) -> list[str]:
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+
+
+def _describe_file(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+
+
+def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> None:
+    if not file.is_file():
+        raise UserError(f"{file} is missing: it was copied incompletely")
+    if file.stat().st_size != expected["bytes"]:
+        raise UserError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}: it was cut or changed")
+    if verify and sha256_of(file) != expected["sha256"]:
+        raise UserError(f"{file} differs from its checksum in {MANIFEST_FILE}: it was damaged or changed")

@@ -13,9 +13,9 @@ import torch
 
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import inner_path, read_json
+from megadit.models.storage.components import listed
 from megadit.models.storage.tensor_source import TensorSource, check_archive_file, check_numbers
 from megadit.models.storage.weight_files import open_weights, weight_files
-from megadit.models.storage.weights import listed
 from megadit.models.storage.wrapped import unwrapped
 
 STEMS = ("model", "pytorch_model")

@@ -17,10 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megadit.models.shared.documents import check_archive
+from megadit.models.shared.documents import check_archive, check_tensor_header
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
-from megadit.models.storage.components import check_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -118,6 +117,15 @@ def check_archive_file(path: Path) -> None:
     """See `check_archive`."""
     with path.open("rb") as file:
         check_archive(file, str(path))
+
+
+def check_header(path: Path) -> None:
+    """Raises UserError for a safetensors file that is missing, or whose header is implausibly long."""
+    try:
+        with open(path, "rb") as file:
+            check_tensor_header(file.read(8), str(path))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], label: str = "the state dict") -> TensorSource:

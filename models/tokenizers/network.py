@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
+from megadit.models.storage.components import check_shapes
 from megadit.models.storage.weight_files import open_weights, weight_files
-from megadit.models.storage.weights import check_shapes
 from megadit.models.storage.wrapped import unwrapped
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 

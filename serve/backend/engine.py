@@ -22,9 +22,9 @@ from megadit.infer.media.signing import Marker
 from megadit.infer.media.untrusted import decode as decode_here
 from megadit.infer.media.video_io import encode_mp4
 from megadit.infer.pipeline.adapters import Scales
+from megadit.infer.pipeline.batches import DENOISE, Cancelled, Step
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo
-from megadit.infer.sampling.callbacks import DENOISE, Cancelled, Step
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.models.diffusion.settings import SERVED, SamplingSettings
 from megadit.models.lora.named import MissingAdapterError

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megadit.models.shared.addresses import check_free, free_ports
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import is_bundle
 from megadit.models.shared.resources import check_memory_fits, host_memory
-from megadit.models.storage.manifest import is_bundle
 from megadit.serve.launch.triton_binary import TritonBinary, find_triton
 from megadit.serve.repository.model_config import parameter_in
 from megadit.serve.supervise import SECONDS_TO_ANSWER, Ailment, OwnedProcess, reachable, responds

@@ -35,7 +35,7 @@ from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, partial_dataclass, setting, settings_of
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
-from megadit.models.storage.weights import config_to_dict
+from megadit.models.storage.components import config_to_dict
 from megadit.serve.contract import IMAGE_MODEL, MODEL
 from megadit.serve.repository.features import LIMITS, build_feature_repository
 from megadit.serve.repository.model_config import Scheduling, service_config

@@ -29,8 +29,7 @@ from megadit.infer.runtimes import tensorrt as runtime
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import ExportedNetworks
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
-from megadit.models.storage.manifest import write_manifest
+from megadit.models.shared.files import read_json, write_manifest
 
 ROOT = Path(to_tensorrt.__file__).parent.parent
 TRT_NAMES = ("MemoryPoolType.WORKSPACE", "HardwareCompatibilityLevel.AMPERE_PLUS", "OnnxParserFlag.NATIVE_INSTANCENORM")

@@ -29,7 +29,7 @@ from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.diffusion.settings import check_asked
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.manifest import MANIFEST_FILE
+from megadit.models.shared.files import MANIFEST_FILE
 from megadit.models.storage.tensor_source import load_pickled, open_safetensors
 from megadit.models.storage.tokenizer_file import check_tokenizer
 from megadit.serve.gateway.errors import ApiError

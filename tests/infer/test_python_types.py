@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.background import float32_by_default
 from megadit.infer.pipeline.batches import Videos
 from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes.torch import float32_by_default
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.transports import _in_json

@@ -14,8 +14,7 @@ from PIL import Image
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
-from megadit.models.storage.manifest import write_manifest
+from megadit.models.shared.files import read_json, write_json, write_manifest
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import InvalidRequestError

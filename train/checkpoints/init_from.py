@@ -16,10 +16,9 @@ from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.networks.initialize import initial_value
 from megadit.models.networks.vit import resized_positions
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.components import TENSOR_FILE
-from megadit.models.storage.manifest import is_bundle
+from megadit.models.shared.files import is_bundle
+from megadit.models.storage.components import TENSOR_FILE, network_shapes
 from megadit.models.storage.tensor_source import open_safetensors
-from megadit.models.storage.weights import network_shapes
 from megadit.train.checkpoints.to_bundle import find_checkpoint
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig

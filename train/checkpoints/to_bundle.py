@@ -40,8 +40,8 @@ from megadit.models.megatron.checkpoint import (
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import is_bundle
 from megadit.models.shared.words import MOST_CAPTIONS, read_words, split_words, words_of
-from megadit.models.storage.manifest import is_bundle
 from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.checkpoints.sampling_defaults import sampling_defaults

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.shared.errors import Rule, accepted_by, enforce
-from megadit.models.shared.files import can_be_folder
-from megadit.models.storage.manifest import is_within_bundle
+from megadit.models.shared.files import can_be_folder, is_within_bundle
 from megadit.train.config.computing_rules import COMPUTING
 from megadit.train.config.facts import OF_DATASET, Run
 from megadit.train.config.learning_rules import LEARNING

@@ -22,7 +22,7 @@ from megadit.models.networks import initialize
 from megadit.models.networks.dit import Chunk
 from megadit.models.networks.registry import build_network
 from megadit.models.shared.resources import memory_in_words
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from megadit.train.checkpoints.init_from import InitialWeights, Weights
 from megadit.train.config.schema import RunConfig
 from megadit.train.engine.fully_sharded import FullySharded, share_base

@@ -6,9 +6,8 @@ from typing import Any
 
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import is_bundle, read_json
 from megadit.models.shared.resources import memory_in_words
-from megadit.models.storage.manifest import is_bundle
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.ingest.plan import Notes
 from megadit.train.data.ingest.report import more_channels_in_words

@@ -24,7 +24,7 @@ from megadit.models.megatron.plan import role_of
 from megadit.models.networks.registry import build_network
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
-from megadit.models.storage.manifest import is_bundle
+from megadit.models.shared.files import is_bundle
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 

@@ -22,8 +22,7 @@ from megadit.infer.evaluate.extractors.published import open_published
 from megadit.models.bundle import USED_BY, Bundle, Kind
 from megadit.models.shared.documents import check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.files import sha256_of
-from megadit.models.storage.manifest import MANIFEST_FILE
+from megadit.models.shared.files import MANIFEST_FILE, sha256_of
 
 KIND = "extractor"
 """Key of a file's metadata that names its row in `KINDS`."""

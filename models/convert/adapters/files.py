@@ -49,11 +49,9 @@ from megadit.models.convert.written import diffusers_folder
 from megadit.models.lora.adapters import fingerprint, targets_of
 from megadit.models.lora.named import EXPERTS, split_expert
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, write_json
-from megadit.models.storage.components import TENSOR_FILE
-from megadit.models.storage.manifest import check_files, write_manifest
+from megadit.models.shared.files import atomic_directory, check_files, write_json, write_manifest
+from megadit.models.storage.components import TENSOR_FILE, config_from_dict, config_to_dict, listed
 from megadit.models.storage.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
-from megadit.models.storage.weights import config_from_dict, config_to_dict, listed
 
 MOST_SCALES = 3
 """Maximum number of scales in the report of a file."""

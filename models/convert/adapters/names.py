@@ -29,7 +29,7 @@ from megadit.models.convert.tensor_map import Entry
 from megadit.models.convert.written import diffusers_entries, original_entries, pipeline_entries
 from megadit.models.lora.adapters import targets_of
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from megadit.models.storage.wrapped import WRAPPERS
 
 PREFIXES = (

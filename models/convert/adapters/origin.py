@@ -17,8 +17,7 @@ from typing import Any
 from megadit.models.convert.adapters.settings import LoraSettings
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
-from megadit.models.storage.manifest import MANIFEST_FILE, check_files
+from megadit.models.shared.files import MANIFEST_FILE, check_files, read_json
 from megadit.models.storage.tensor_source import TensorSource
 
 SETTINGS_FILE = "adapter_config.json"

@@ -13,7 +13,7 @@ from torch import Tensor
 from megadit.models.bundle import Bundle
 from megadit.models.convert.merging.rewritten import check_other, write_rewritten
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 
 
 def average_bundles(bundle: Bundle, others: Mapping[str, float], out: Path) -> None:

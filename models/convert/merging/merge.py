@@ -11,7 +11,7 @@ from megadit.models.convert.adapters.files import networks_of, read_adapter_of
 from megadit.models.convert.merging.rewritten import check_other, write_rewritten
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.adapters import load_adapter, merge, set_scale
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 
 
 def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> dict[str, str]:

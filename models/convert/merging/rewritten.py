@@ -10,8 +10,8 @@ from torch import Tensor
 from megadit.models.bundle import NOTICES, Bundle, check_kind, write_bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import check_replaceable
 from megadit.models.storage.license import License
-from megadit.models.storage.manifest import check_replaceable
 from megadit.models.storage.tensor_source import from_state_dict
 
 

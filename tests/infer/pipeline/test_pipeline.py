@@ -13,10 +13,9 @@ import torch
 
 from megadit.infer.conditioning.encode import EncodedConditioning
 from megadit.infer.pipeline import checkpoints
-from megadit.infer.pipeline.batches import solve
+from megadit.infer.pipeline.batches import Cancelled, solve
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.sampling.callbacks import Cancelled
 from megadit.infer.sampling.resolve import latent_size, resolve_settings, with_changed_defaults
 from megadit.infer.sampling.samplers import SAMPLERS
 from megadit.infer.sampling.schedules import karras_sigmas

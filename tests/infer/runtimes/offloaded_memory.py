@@ -10,7 +10,7 @@ from megadit.infer.runtimes.offloaded import load_offloaded_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.machine import peak_memory, reset_peak_memory
 from megadit.models.networks.conditioning import Conditioning
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 
 
 def take(directory: Path, device: torch.device, resident: int) -> None:

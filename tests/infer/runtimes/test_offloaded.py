@@ -18,7 +18,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import load_network, network_shapes, save_network
+from megadit.models.storage.components import load_network, network_shapes, save_network
 from tests.bundles import random_state, write_tiny_bundle
 
 JOB = Path(__file__).parent / "offloaded_memory.py"

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from megadit.models.bundle import Bundle
+from megadit.models.storage.components import load_network
 from megadit.models.storage.license import License
-from megadit.models.storage.weights import load_network
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.train.checkpoints.to_bundle import main
 from tests.bundles import CONFIG, write_pair_bundle, write_tiny_bundle

@@ -12,7 +12,7 @@ import pytest
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert import wan
 from megadit.models.convert.converted import their_shapes
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from tests.models.convert.test_wan import small_autoencoder
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")

@@ -20,7 +20,7 @@ from megadit.models.convert.written import write_diffusers as write_diffusers_fo
 from megadit.models.convert.written import write_original
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.storage import weights
+from megadit.models.storage import components as parts
 from megadit.models.storage.tensor_source import from_state_dict, open_safetensors, write_safetensors
 from megadit.models.text_encoders import HashedWordEncoder, T5TextEncoder
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
@@ -290,7 +290,7 @@ def test_memory_of_a_conversion(tmp_path, megabytes):
     ctypes.CDLL(None).malloc_trim(0)  # what is free is held no longer
     with within_memory(limit=most):
         published = open_published(path)
-        weights.save_network(tmp_path / "out", published.config, published.tensors)
+        parts.save_network(tmp_path / "out", published.config, published.tensors)
     with pytest.raises(AssertionError), within_memory(limit=most):  # negative control
         [tensor.clone() for tensor in published.tensors.state_dict().values()]
 

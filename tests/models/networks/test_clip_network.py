@@ -20,7 +20,7 @@ from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from megadit.models.text_encoders import TokenIds, load_text_encoder
 from megadit.models.text_encoders.token_ids import learned_words
 

@@ -17,8 +17,8 @@ from megadit.models.networks.blocks import BlockInputs
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.storage.components import network_shapes
 from megadit.models.storage.tensor_source import from_state_dict
-from megadit.models.storage.weights import network_shapes
 
 BILLION = 1e9
 WIDTH, HEADS, GROUPS, HEAD, TEXT = 288, 16, 8, 18, 24

@@ -18,7 +18,7 @@ from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 
 SIZES = {
     "hidden_size": 32,

@@ -13,7 +13,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.storage.weights import load_network, network_shapes, save_network
+from megadit.models.storage.components import load_network, network_shapes, save_network
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 

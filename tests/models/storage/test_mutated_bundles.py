@@ -16,8 +16,7 @@ from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, read_netw
 from megadit.models.megatron.integrity import checksums, file_names, write_sums
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
-from megadit.models.storage.manifest import MANIFEST_FILE, write_manifest
+from megadit.models.shared.files import MANIFEST_FILE, read_json, write_json, write_manifest
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from tests.memory import within_memory

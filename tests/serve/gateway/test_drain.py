@@ -11,7 +11,7 @@ from PIL import Image
 
 from megadit.models.bundle import Bundle, write_bundle
 from megadit.models.shared.cli import verbs
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 from megadit.serve.launch.local_server import Ports
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling

@@ -13,7 +13,7 @@ from megadit.models.megatron.integrity import DamagedCheckpointError, checksums,
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.checkpoints.init_from import initial_weights, read_teacher
 from megadit.train.config.distill import DistillConfig

@@ -14,9 +14,8 @@ from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.megatron.checkpoint import read_adapter as read_trained
 from megadit.models.megatron.checkpoint import read_network
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import read_json, write_manifest
 from megadit.models.shared.words import read_words, write_words
-from megadit.models.storage.manifest import write_manifest
 from megadit.models.text_encoders import load_text_encoder
 from megadit.train.checkpoints.to_bundle import choose_average, find_checkpoint, main, prompts_of, training_words
 from megadit.train.config.load import load_config

@@ -10,7 +10,7 @@ from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.flops import training_flops
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import GIB
-from megadit.models.storage.weights import network_shapes
+from megadit.models.storage.components import network_shapes
 from megadit.train.__main__ import main
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import resolve_config

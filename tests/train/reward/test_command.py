@@ -11,7 +11,7 @@ import torch
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter, tensor_file
 from megadit.models.shared.files import write_json
-from megadit.models.storage.weights import load_network
+from megadit.models.storage.components import load_network
 from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Comparison
 from megadit.train.reward import command as reward

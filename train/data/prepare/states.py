@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megadit.infer.pipeline.batches import DENOISE
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.sampling.callbacks import DENOISE
 from megadit.infer.sampling.samplers import NoisyStep, noisy_steps
 from megadit.infer.sampling.schedules import settings_sigmas
 from megadit.models.diffusion.settings import SamplingSettings

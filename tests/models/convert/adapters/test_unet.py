@@ -22,7 +22,7 @@ from megadit.models.lora.adapters import load_adapter, set_scale, targets_of
 from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.weights import config_to_dict
+from megadit.models.storage.components import config_to_dict
 from megadit.serve.repository.build import service_info
 from tests.stable_diffusion import UNETS, make_pipeline, random_unet
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megadit.infer.sampling.callbacks import CALLS_AHEAD, Cancelled, StepProgress
+from megadit.infer.pipeline.batches import CALLS_AHEAD, Cancelled, StepProgress
 
 CALLS = 6
 
