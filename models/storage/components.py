@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megadit.models.configs.config import DiTConfig
@@ -19,7 +18,7 @@ from megadit.models.configs.unet import UNetConfig
 from megadit.models.networks.registry import SavedNetwork, build_without_memory
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.storage.tensor_source import TensorSource, check_header, from_state_dict, write_safetensors
+from megadit.models.storage.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"
@@ -91,12 +90,7 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, Tensor]:
     Raises:
         UserError: if the file is missing or broken.
     """
-    path = Path(directory) / TENSOR_FILE
-    check_header(path)
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file: {error}") from None
+    return open_safetensors(Path(directory) / TENSOR_FILE).state_dict()
 
 
 def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -166,16 +160,9 @@ def load_network(
     Raises:
         UserError: if a file is missing or broken, or its tensors do not fit config.json.
     """
-    config = load_config(directory)
-    path = Path(directory) / TENSOR_FILE
-    check_header(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-            check_shapes(found, network_shapes(config), f"the tensors of {path}")
-            tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file: {error}") from None
+    config, source = load_config(directory), open_safetensors(Path(directory) / TENSOR_FILE)
+    check_shapes(source.shapes, network_shapes(config), f"the tensors of {source.label}")
+    tensors = {name: source.read(name).to(device, dtype) for name in source.stored}
     model = build_without_memory(config)
     model.load_state_dict(tensors, assign=True)
     return model.eval()

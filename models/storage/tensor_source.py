@@ -119,7 +119,7 @@ def check_archive_file(path: Path) -> None:
         check_archive(file, str(path))
 
 
-def check_header(path: Path) -> None:
+def _check_header(path: Path) -> None:
     """Raises UserError for a safetensors file that is missing, or whose header is implausibly long."""
     try:
         with open(path, "rb") as file:
@@ -149,7 +149,7 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
 
     where, stored, metadata = {}, {}, {}
     for path in map(str, paths):
-        check_header(Path(path))
+        _check_header(Path(path))
         file = opened(path)
         metadata |= file.metadata() or {}
         for name in file.keys():

@@ -273,7 +273,7 @@ def test_loading_tells_what_is_wrong(fitted, tmp_path):
     write_json(tmp_path / "config.json", config)
     for content, message in (
         (b"nonsense", "is longer than"),
-        (b"\x08" + bytes(7) + b"nonsense", "is not a safetensors"),
+        (b"\x08" + bytes(7) + b"nonsense", "is not a readable safetensors"),
     ):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(UserError, match=message):
