@@ -19,11 +19,10 @@ from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.export.references import reference_cases, usual_prompt
-from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.infer.sampling.resolve import DefaultOptions, with_changed_defaults
-from megadit.models.bundle import Bundle, check_transformer
+from megadit.models.bundle import Bundle, check_transformer, open_any_bundle
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.machine import free_memory

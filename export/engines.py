@@ -26,12 +26,11 @@ from megadit.export.to_tensorrt import (
     load_libraries,
     refit_engine,
 )
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.exported import Networks
 from megadit.infer.runtimes.load import EXPORTED, adapter_inputs, open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, open_bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json, write_manifest
 

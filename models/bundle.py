@@ -8,17 +8,19 @@ text_encoder/     config.json, model.safetensors (where it has tensors)
 image_encoder/    config.json (for networks that read features of a conditioning image)
 vocabulary.json   the vocabulary of the training captions, to compare prompts with
 notices/          license files of published weights, where the bundle was made from them
+
+`bundle_writer.py` writes it.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.families import Task
@@ -28,21 +30,19 @@ from megadit.models.networks.clip import CLIP
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.registry import SavedNetwork
 from megadit.models.networks.vit import ViT
+from megadit.models.shared.cli.command import python_module
 from megadit.models.shared.errors import UserError, not_written
 from megadit.models.shared.files import (
     MANIFEST_FILE,
-    atomic_directory,
     check_files,
-    check_replaceable,
+    held_alone,
     is_bundle,
     read_json,
     write_json,
-    write_manifest,
 )
-from megadit.models.shared.words import write_words
 from megadit.models.storage import components as parts
+from megadit.models.storage.hub import cached_model
 from megadit.models.storage.license import License
-from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
@@ -58,7 +58,7 @@ USED_BY: dict[Kind, str] = {
     "clip": "scores how well texts fit images: see `megadit similarity`",
 }
 """Kind of a bundle -> what it does, and the command for it."""
-_COMPONENTS = ("transformer", "tokenizer", "text_encoder")
+COMPONENTS = ("transformer", "tokenizer", "text_encoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,92 @@ class Bundle:
         return ImageEncoder.load(self.path / "image_encoder") if self.config.image_size is not None else None
 
 
+def open_bundle(path: str | Path) -> Bundle:
+    """The bundle of a video model at `path`; see `open_any_bundle`.
+
+    Raises:
+        UserError: if there is none, or its model generates no videos.
+    """
+    bundle = open_any_bundle(path)
+    check_kind(bundle, "video")
+    return bundle
+
+
+def open_any_bundle(path: str | Path) -> Bundle:
+    """The bundle at `path`: a bundle, a training directory (its newest valid step), or a name in a hub's cache.
+
+    A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again
+    only after a newer checkpoint was written. Of several processes, one converts and the others wait.
+
+    Raises:
+        UserError: if there is none of these, or the conversion fails.
+    """
+    path = _existing(path)
+    if (path / "checkpoints").is_dir():
+        converted = _converted(path)
+        if not is_bundle(converted):
+            raise UserError(
+                f"{path} has trained an adapter, now in {converted}: give the bundle that it was trained on, and "
+                f"--adapter {converted}"
+            )
+        return Bundle.open(converted)
+    if (path / "model_index.json").is_file():
+        raise UserError(f"{path} is a pipeline of diffusers: run `megadit convert {path} OUT`, and give OUT")
+    if not (path / MANIFEST_FILE).exists():
+        raise UserError(
+            f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/); to choose one "
+            "checkpoint yourself, run: megadit bundle CHECKPOINT OUT"
+        )
+    return Bundle.open(path)
+
+
+def _existing(path: str | Path) -> Path:
+    """The folder at `path`, or that of a model of this name in a hub's cache."""
+    if found := Path(path) if Path(path).exists() else cached_model(str(path)):
+        return found
+    raise UserError(
+        f"{path} does not exist: give a bundle, a training directory, or the name of a bundle in the cache of a hub"
+    )
+
+
+def _converted(training_directory: Path) -> Path:
+    bundle = training_directory / "bundle"
+    if _is_older(bundle, training_directory):
+        with held_alone(training_directory / ".bundle.lock"):
+            changed = _last_change(training_directory)
+            if _is_older(bundle, training_directory):  # no other process has made it meanwhile
+                message = f"converting the newest checkpoint of {training_directory} to {bundle}"
+                print(message, file=sys.stderr, flush=True)
+                _convert(training_directory, bundle)
+                # checkpoints written during the conversion must be newer than its result
+                os.utime(bundle / MANIFEST_FILE, ns=(changed, changed))
+    return bundle
+
+
+def _is_older(bundle: Path, training_directory: Path) -> bool:
+    manifest = bundle / MANIFEST_FILE
+    return not manifest.exists() or manifest.stat().st_mtime_ns < _last_change(training_directory)
+
+
+def _last_change(training_directory: Path) -> int:
+    """Time when a checkpoint was last added; complete checkpoints are renamed into their directory."""
+    return (training_directory / "checkpoints").stat().st_mtime_ns
+
+
+def _convert(training_directory: Path, bundle: Path) -> None:
+    """Runs `megadit bundle` in a process of its own.
+
+    Reading a training checkpoint takes Megatron, its process groups and, without a GPU, patches to torch. They stay
+    out of this process, and this package stays independent of `megadit.train`.
+    """
+    command = python_module("megadit.train.checkpoints.to_bundle", str(training_directory), str(bundle))
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
+        reason = lines[-1].removeprefix("error: ")
+        raise UserError(f"cannot convert {training_directory} ({reason}); try: megadit bundle {training_directory} OUT")
+
+
 def check_single(bundle: Bundle) -> None:
     """Raises UserError for a bundle of two experts, in commands that take a single network."""
     if bundle.boundary is not None:
@@ -203,60 +289,19 @@ def _kind_of(config: NetworkConfig) -> Kind:
     return KINDS[config.task]
 
 
-def write_bundle(
-    out: str | os.PathLike,
-    *,
-    config: NetworkConfig,
-    state_dict: Mapping[str, Tensor] | TensorSource,
-    tokenizer: VideoTokenizer,
-    text_encoder: TextEncoder,
-    defaults: SamplingSettings,
-    training: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    license: License | None = None,
-    image_encoder: ImageEncoder | None = None,
-    low_noise: TensorSource | None = None,
-    boundary: float | None = None,
-    words: Iterable[str] | None = None,
-) -> None:
-    """Writes a bundle, whole or not at all; one already at `out` is replaced.
-
-    `training` says where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
-    `license` is that of published weights, whose files are copied. `low_noise` are the weights of a low-noise expert
-    with this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` is the vocabulary of
-    the training captions.
+def check_component(bundle: Bundle, part: str, component: VideoTokenizer | TextEncoder) -> None:
+    """Check a tokenizer or text encoder: any other than the one trained with would give noise without an error.
 
     Raises:
-        UserError: if the components do not fit each other, or if `out` is a directory that holds something else.
+        UserError: if `component` differs from the bundle's `part`.
     """
-    out = Path(out)
-    check_replaceable(out)
-    _check_components_fit(config, tokenizer, text_encoder, defaults)
-    if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
-        raise UserError(f"model.image_size={config.image_size} does not fit the image encoder, of width {found}")
-    with atomic_directory(out) as directory:
-        parts.save_network(directory / "transformer", config, state_dict, dtype)
-        if low_noise is not None:
-            parts.save_network(directory / LOW_NOISE, config, low_noise, dtype)
-        tokenizer.save(directory / "tokenizer")
-        text_encoder.save(directory / "text_encoder")
-        if image_encoder is not None:
-            image_encoder.save(directory / "image_encoder")
-        if words is not None:
-            write_words(directory, words)
-        if license is not None:
-            license.copy_files(directory / NOTICES)
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "megadit_version": metadata.version("megadit"),
-            "components": {name: read_json(directory / name / parts.CONFIG_FILE)["type"] for name in _COMPONENTS},
-            "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
-            "defaults": defaults.to_dict(),
-            "training": training,
-            "license": None if license is None else license.to_dict(),
-            **({} if low_noise is None else {"boundary": boundary}),
-        }
-        write_manifest(directory, manifest)
+    expected = bundle.manifest["fingerprints"][part]
+    if component.fingerprint() != expected:
+        name = part.replace("_", " ")
+        raise UserError(
+            f"this {name} (fingerprint {component.fingerprint()}) is not the one that {bundle.path} was trained with "
+            f"({expected})"
+        )
 
 
 def update_manifest(path: str | os.PathLike, **entries: Any) -> None:
@@ -276,7 +321,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST_FILE
     if not is_bundle(path):
         raise UserError(
-            f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {'/, '.join(_COMPONENTS)}/; "
+            f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {'/, '.join(COMPONENTS)}/; "
             "`megadit bundle CHECKPOINT OUT` makes one from a training checkpoint"
         )
     manifest = read_json(file)
@@ -324,22 +369,3 @@ def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
             'the bundle, which is not allowed; set it to "", and give --autoguidance PATH'
         )
     return defaults
-
-
-def _check_components_fit(
-    config: NetworkConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
-) -> None:
-    for setting, ours, theirs, part in (
-        ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),
-        ("sigma_data", config.sigma_data, tokenizer.sigma_data, "tokenizer's latents"),
-        ("crossattn_emb_size", config.crossattn_emb_size, text_encoder.dim, "text encoder's features"),
-    ):
-        if ours != theirs:
-            raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
-    if config.pooled_size not in (None, text_encoder.pooled_dim):
-        raise UserError(
-            f"the network reads a pooled feature of width {config.pooled_size}, and the text encoder's is "
-            f"{text_encoder.pooled_dim}"
-        )
-    frames = tokenizer.frames_covering(defaults.num_frames)
-    config.sample_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])

@@ -6,7 +6,8 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.diffusion.settings import SamplingSettings

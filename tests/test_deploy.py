@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from megadit.infer.inspect.doctor import needs_of
 from megadit.infer.media.video_io import read_video
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import Autoencoder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megadit.infer.media.video_io import write_video
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.shared.cli import verbs
 from megadit.models.text_encoders import HashedWordEncoder, load_text_encoder
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer

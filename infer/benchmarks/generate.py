@@ -16,12 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.infer.benchmarks.profile import in_turns, shares, watch
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import video_size
 from megadit.infer.runtimes.torch import find_dtype, use_device
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, open_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.flops import forward_flops

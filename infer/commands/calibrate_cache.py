@@ -15,12 +15,11 @@ from megadit.infer.evaluate.metrics.lpips import LPIPS
 from megadit.infer.generate.options import GenerateOptions, parse, refuse
 from megadit.infer.generate.specs import VideoSpec, load_media, video_grid
 from megadit.infer.media.signing import SigningOptions
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, find_plan, plan_key
 from megadit.infer.runtimes.options import AUTO, Measure, RuntimeOptions, print_dtype
 from megadit.infer.runtimes.torch import use_device
-from megadit.models.bundle import Bundle, update_manifest
+from megadit.models.bundle import Bundle, open_bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.setting import settings_of

@@ -21,10 +21,9 @@ from megadit.infer.evaluate.metrics.intervals import wilson
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import USUAL_PROMPTS, Matcher
 from megadit.infer.pictures import Sight, batches_of_pictures, picture_files
-from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
 from megadit.infer.runtimes.torch import use_device
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, open_any_bundle
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megadit.infer.matching import Matcher, recall
 from megadit.infer.pictures import batches_of_pictures, picture_files
-from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, TORCH
 from megadit.infer.runtimes.torch import use_device
+from megadit.models.bundle import open_any_bundle
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError

@@ -23,13 +23,12 @@ from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
 from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.evaluate.window import window_of
 from megadit.infer.generate.options import refuse
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.options import AUTO, print_dtype
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings
 from megadit.infer.sampling.schedules import highest_sigma, karras_sigmas, log_linear_sigmas, settings_sigmas
-from megadit.models.bundle import Bundle, update_manifest
+from megadit.models.bundle import Bundle, open_bundle, update_manifest
 from megadit.models.diffusion.settings import SAMPLERS as TRAITS
 from megadit.models.diffusion.settings import SamplingSettings, check_guidance
 from megadit.models.shared.cli.options import command

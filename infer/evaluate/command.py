@@ -34,12 +34,12 @@ from megadit.infer.evaluate.report.show import write_report
 from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos, prompts_of
 from megadit.infer.evaluate.window import MOST_FRAMES, Window, window_of
 from megadit.infer.generate.options import refuse
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.results import checkpoint_fingerprint
 from megadit.infer.runtimes.options import AUTO, print_dtype
 from megadit.infer.runtimes.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.bundle import open_bundle
 from megadit.models.diffusion.settings import OF_PROMPTS, PartialSettings
 from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options

@@ -29,17 +29,16 @@ from megadit.infer.media.contact_sheet import contact_sheet, grid_columns, middl
 from megadit.infer.media.signing import Marker, load_marker
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.infer.pipeline.adapters import NO_ADAPTER_INPUTS
-from megadit.infer.pipeline.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
 from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows
-from megadit.infer.runtimes.load import adapter_inputs, taken
+from megadit.infer.runtimes.load import adapter_inputs, taken, weaker_bundle
 from megadit.infer.runtimes.options import AUTO, chosen_dtype, print_dtype
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device, find_dtype, use_device
 from megadit.infer.sampling.resolve import far_from_training, latent_size, video_work
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, open_bundle
 from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import enough_memory, free_memory

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megadit.infer.pipeline.batches import batch_size
-from megadit.infer.pipeline.checkpoints import weaker_bundle
+from megadit.infer.runtimes.load import weaker_bundle
 from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.torch import CACHE_BYTES
 from megadit.infer.sampling.resolve import latent_size

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.conditioning.encode import EncodedConditioning
-from megadit.infer.conditioning.items import Media, Target, num_extra_frames, structure_of
+from megadit.infer.conditioning.items import AnyConditioning, Media, Target, media_of, num_extra_frames, structure_of
 from megadit.infer.pipeline.adapters import Scales
 from megadit.infer.pipeline.step_cache import cached
 from megadit.infer.sampling.guidance import Denoiser, Evaluate, embedded_guidance, guided_by_settings, within
@@ -64,7 +64,7 @@ class Videos:
         prompts: Sequence[str],
         seeds: int | Sequence[int],
         adapters: Scales | Sequence[Scales],
-        conditioning: list[Media],
+        conditioning: AnyConditioning,
     ) -> "Videos":
         """Check the inputs of a generation, and assign each video its own.
 
@@ -73,7 +73,8 @@ class Videos:
         Raises:
             UserError: for invalid prompts, and for a list of another length.
         """
-        prompts = read_prompts(prompts)
+        prompts = _read_prompts(prompts)
+        media = media_of(conditioning, len(prompts))
         seeds = plain(seeds)
         seeds = [plain(seed) for seed in (seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts))]
         for seed in seeds:
@@ -87,7 +88,7 @@ class Videos:
                 f"got adapters for {len(adapters)} of {len(prompts)} prompts; give them once, or for each prompt"
             )
         scales = [{path: plain(scale) for path, scale in each.items()} for each in adapters]
-        return cls(prompts, seeds, scales, conditioning)
+        return cls(prompts, seeds, scales, media)
 
     def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
         """Return the videos of a slice; `names` maps paths of adapters to their names at the network."""
@@ -97,7 +98,7 @@ class Videos:
         )
 
 
-def read_prompts(prompts: Sequence[str] | None) -> list[str]:
+def _read_prompts(prompts: Sequence[str] | None) -> list[str]:
     """Raises UserError unless the prompts are a list of texts."""
     if prompts is None:
         raise UserError("prompts are missing: give a list of texts, such as ['a red seven']")

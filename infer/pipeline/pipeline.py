@@ -43,19 +43,19 @@ from megadit.infer.pipeline.batches import (
     Videos,
     cuts_of,
     nothing_around,
-    read_prompts,
     solve,
     wrapped,
 )
-from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, no_weaker_denoiser, open_bundle
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
 from megadit.infer.runtimes.distributed import DevicePlacement
 from megadit.infer.runtimes.load import (
-    ExpertDenoiser,
+    WeakerDenoisers,
+    check_low_guidance,
     check_runtime,
     load_denoiser,
     load_text_encoder,
+    no_weaker_denoiser,
     taken,
     with_exported_networks,
     with_exported_text_network,
@@ -74,14 +74,13 @@ from megadit.infer.sampling.guidance import (
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.infer.sampling.samplers import num_denoiser_calls
 from megadit.infer.sampling.schedules import settings_sigmas
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, check_component, open_bundle
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.noise import seed_key
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.host_to_device import sent_together
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.cli.setting import plain
-from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.base import TextFeaturesCache, on_device
 from megadit.models.text_encoders.image_encoder import ImageEncoder
@@ -188,11 +187,9 @@ class TextToVideo:
         text_encoder = text_encoder or bundle.load_text_encoder()
         check_component(bundle, "tokenizer", tokenizer)
         check_component(bundle, "text_encoder", text_encoder)
-
         load = partial(load_denoiser, options=running, device=place, dtype=number_type, ranks=ranks)
         evaluate = in_one_batch if running.batch_guidance else in_turn
-        if split_guidance is not None:
-            evaluate = split_over_ranks(split_guidance)
+        evaluate = evaluate if split_guidance is None else split_over_ranks(split_guidance)
         denoiser = load(bundle)
         reload = partial(load_text_encoder, bundle, runtime, place)
         is_plain = running.is_torch and not (running.resident_blocks or running.cuda_graphs or ranks)
@@ -289,23 +286,17 @@ class TextToVideo:
         (`batches.Around`).
         """
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
-        prompts = read_prompts(prompts)
-        videos = Videos.read(prompts, seeds, adapters, media_of(conditioning, len(prompts)))
+        videos = Videos.read(prompts, seeds, adapters, conditioning)
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
-        if settings.low_guidance and not isinstance(self.denoiser, ExpertDenoiser):
-            raise UserError(
-                f"low_guidance={settings.low_guidance} is for checkpoints of a high-noise and a low-noise "
-                "expert; this has one network"
-            )
+        check_low_guidance(self.denoiser, settings)
         target = Target.of(settings, self.config, self.tokenizer)
         for media in dict.fromkeys(videos.conditioning):
             check_conditioning(media, self.conditionings, target)
         sigmas = remaining_sigmas(settings_sigmas(settings), videos.conditioning)
-        cached_steps = [skipped or ()] * len(prompts)
+        skips = [skipped or ()] * len(videos.prompts)
         if skipped is None and settings.cache_budget:
-            plans = self._cache_plans()
-            cached_steps = cached_calls(plans, settings, videos.adapters, videos.conditioning, target)
+            skips = cached_calls(self._cache_plans(), settings, videos.adapters, videos.conditioning, target)
         cuts = cuts_of(videos.conditioning, target, self.config, batch_size)
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
         num_calls = num_denoiser_calls(settings.sampler, sigmas)
@@ -320,7 +311,7 @@ class TextToVideo:
                 for batch in (videos.batch(here, names) for here in cuts):
                     with around(DENOISE, batch.places):
                         encoded = encode_batch(batch.conditioning, encoded_of) if any(batch.conditioning) else None
-                        spare = cached_steps[batch.places[0]]
+                        spare = skips[batch.places[0]]
                         latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, encoded, spare, progress)
                     yield batch, latents_BCTHW
 
@@ -335,7 +326,7 @@ class TextToVideo:
                     seed=videos.seeds[place],
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
-                    num_denoiser_calls=num_calls - len(cached_steps[place]),
+                    num_denoiser_calls=num_calls - len(skips[place]),
                     origin=self._origin.copy(),
                     adapters=dict(videos.adapters[place]),
                     conditioning=[part.kind for part in videos.conditioning[place]],

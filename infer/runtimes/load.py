@@ -5,7 +5,7 @@ Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from megadit.infer.runtimes.options import AUTO, TORCH, RuntimeOptions
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.guidance import Denoiser
-from megadit.models.bundle import Bundle, check_transformer
+from megadit.models.bundle import Bundle, check_transformer, open_bundle
 from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.ops.crossover import tune_for_cpu
@@ -233,6 +234,15 @@ def experts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
     return (denoiser.high, denoiser.low) if isinstance(denoiser, ExpertDenoiser) else (denoiser,)
 
 
+def check_low_guidance(denoiser: Denoiser, settings: SamplingSettings) -> None:
+    """Raises UserError for a scale of the low-noise expert where there is one network."""
+    if settings.low_guidance and not isinstance(denoiser, ExpertDenoiser):
+        raise UserError(
+            f"low_guidance={settings.low_guidance} is for checkpoints of a high-noise and a low-noise expert; this has "
+            "one network"
+        )
+
+
 class ExpertDenoiser:
     """D(x; sigma) by the expert of the noise level, which all videos of a batch share."""
 
@@ -271,3 +281,42 @@ class ExpertDenoiser:
         """Clean latents x0, BCTHW, float32."""
         denoiser = self.high if sigma_B[0].item() >= self.boundary else self.low
         return denoiser(x_BCTHW, sigma_B, conditioning)
+
+
+# --- weaker checkpoints, for autoguidance ----------------------------------------------------------------------
+
+
+def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
+    """The bundle of a weaker checkpoint for autoguidance.
+
+    Raises:
+        UserError: if there is none, or its latents or text features are not those of `bundle`.
+    """
+    weaker = open_bundle(path)
+    for part, fingerprint in bundle.manifest["fingerprints"].items():
+        if weaker.manifest["fingerprints"][part] != fingerprint:
+            name = part.replace("_", " ")
+            raise UserError(
+                f"autoguidance={path} has another {name} than {bundle.path}: use a checkpoint with the same"
+            )
+    return weaker
+
+
+@dataclass
+class WeakerDenoisers:
+    """Loads denoisers of weaker checkpoints for autoguidance; the last one stays in memory."""
+
+    bundle: Bundle
+    load: Callable[[Bundle], Denoiser]
+    _cached: dict[str, Denoiser] = field(default_factory=dict)
+
+    def __call__(self, path: str) -> Denoiser:
+        """Raises UserError: as `weaker_bundle`."""
+        if path not in self._cached:
+            self._cached = {path: self.load(weaker_bundle(path, self.bundle))}
+        return self._cached[path]
+
+
+def no_weaker_denoiser(path: str) -> Denoiser:
+    """Raises UserError: the pipeline opens no path."""
+    raise UserError(f"autoguidance={path}: this pipeline cannot load a second checkpoint")

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megadit.models.bundle import Bundle, check_single, write_bundle
+from megadit.models.bundle import Bundle, check_single
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert import pipelines, schedulers, stable_diffusion

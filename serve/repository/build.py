@@ -21,12 +21,11 @@ from megadit.infer.hooks.guardrail import find_guardrail
 from megadit.infer.hooks.scorer import find_scorer
 from megadit.infer.media.signing import SigningOptions, load_marker
 from megadit.infer.pipeline.adapters import CACHE_BYTES, NO_ADAPTER_INPUTS
-from megadit.infer.pipeline.checkpoints import open_any_bundle, open_bundle
 from megadit.infer.runtimes.load import TORCH, adapter_inputs, check_runtime, open_exported, taken
 from megadit.infer.runtimes.options import AUTO, RuntimeOptions, warn_of_cost
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.sampling.resolve import DefaultOptions, with_changed_defaults
-from megadit.models.bundle import USED_BY, Bundle, check_transformer, update_manifest
+from megadit.models.bundle import USED_BY, Bundle, check_transformer, open_any_bundle, open_bundle, update_manifest
 from megadit.models.convert.adapters.files import bundle_fingerprint, open_adapter
 from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.diffusion.settings import SAMPLERS, STOCHASTIC, SamplingSettings, check_asked

@@ -25,7 +25,7 @@ import httpx
 import torch
 from PIL import Image
 
-from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.models.bundle import open_bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import write_adapter

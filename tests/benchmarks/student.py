@@ -22,7 +22,8 @@ from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.benchmarks.generate import RUNTIMES, load_pipelines
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.guidance import in_turn
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.diffusion.settings import SamplingSettings

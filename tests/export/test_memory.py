@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 import torch
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.dit import DiT

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.adapters import adapter_state, attach, check_state, fingerprint

@@ -14,7 +14,7 @@ from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.media.video_io import write_video
 from megadit.infer.pictures import read_picture
-from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.models.bundle import open_any_bundle
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.networks.registry import build_network
 from megadit.models.shared.errors import UserError

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import find_checkpoints, read_network
 from megadit.models.networks.dit import DiT

@@ -19,9 +19,9 @@ from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.sampling.resolve import DefaultOptions, changed_defaults
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle, open_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import write_adapter
 from megadit.models.convert.merging.average import average_bundles

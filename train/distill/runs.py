@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megadit.infer.commands.tune_sampler import write_defaults
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.sampling.resolve import resolve_settings
-from megadit.models.bundle import Bundle, check_single, check_transformer
+from megadit.models.bundle import Bundle, check_single, check_transformer, open_bundle
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.errors import UserError

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.models.bundle import NOTICES, Bundle, check_kind, write_bundle
+from megadit.models.bundle import NOTICES, Bundle, check_kind
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import check_replaceable

@@ -11,7 +11,7 @@ import torch
 
 from megadit.infer.inspect import info
 from megadit.infer.media.video_io import write_video
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert.published import open_published
 from megadit.models.diffusion.settings import SamplingSettings

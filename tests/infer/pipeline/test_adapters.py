@@ -16,7 +16,8 @@ from megadit.infer.pipeline import adapters as adapter_cache
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.infer.sampling.resolve import resolve_settings
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.commands.convert import main as convert
 from megadit.models.commands.push_pull import pull_bundle, push_bundle
 from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter, write_adapter

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from megadit.infer.conditioning.encode import EncodedConditioning
-from megadit.infer.pipeline import checkpoints
 from megadit.infer.pipeline.batches import Cancelled, solve
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.resolve import latent_size, resolve_settings, with_changed_defaults
 from megadit.infer.sampling.samplers import SAMPLERS
 from megadit.infer.sampling.schedules import karras_sigmas
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models import bundle as bundle_file
+from megadit.models.bundle import Bundle, open_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
 from megadit.models.diffusion.settings import SAMPLERS as TRAITS
 from megadit.models.shared.errors import UserError
@@ -371,7 +371,7 @@ def test_training_directory_is_converted_once_and_again_after_a_new_checkpoint(t
         conversions.append(training_directory)
         shutil.copytree(bundle_dir, bundle, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
-    monkeypatch.setattr(checkpoints, "_convert", convert)
+    monkeypatch.setattr(bundle_file, "_convert", convert)
     (tmp_path / "checkpoints").mkdir()
     for _ in range(2):
         assert open_bundle(tmp_path).path == tmp_path / "bundle"
@@ -392,7 +392,7 @@ def test_of_several_processes_that_ask_one_converts(tmp_path, bundle_dir, monkey
         assert not bundle.exists()
         shutil.copytree(bundle_dir, bundle, copy_function=shutil.copyfile)
 
-    def is_older(*paths, look=checkpoints._is_older):
+    def is_older(*paths, look=bundle_file._is_older):
         found = look(*paths)
         if threading.current_thread() not in seen:
             seen.append(threading.current_thread())
@@ -400,8 +400,8 @@ def test_of_several_processes_that_ask_one_converts(tmp_path, bundle_dir, monkey
         return found
 
     seen = []
-    monkeypatch.setattr(checkpoints, "_convert", convert)
-    monkeypatch.setattr(checkpoints, "_is_older", is_older)
+    monkeypatch.setattr(bundle_file, "_convert", convert)
+    monkeypatch.setattr(bundle_file, "_is_older", is_older)
     with ThreadPoolExecutor(3) as threads:
         bundles = list(threads.map(open_bundle, [tmp_path] * 3))
     assert {bundle.path for bundle in bundles} == {tmp_path / "bundle"} and len(conversions) == 1
@@ -419,7 +419,7 @@ def test_a_checkpoint_that_was_written_during_a_conversion_is_converted_next(tmp
             os.utime(training_directory / "checkpoints", ns=(later, later))
         shutil.copytree(bundle_dir, bundle, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
-    monkeypatch.setattr(checkpoints, "_convert", convert)
+    monkeypatch.setattr(bundle_file, "_convert", convert)
     for _ in range(3):
         open_bundle(tmp_path)
     assert len(conversions) == 2
@@ -431,7 +431,7 @@ def test_a_failed_conversion_gives_its_reason(tmp_path, monkeypatch):
         return [sys.executable, "-S", "-c", "raise SystemExit('a warning\\nerror: no whole checkpoint\\n')"]
 
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setattr(checkpoints, "python_module", failing)
+    monkeypatch.setattr(bundle_file, "python_module", failing)
     with pytest.raises(UserError, match=r"cannot convert .* \(no whole checkpoint\); try: megadit bundle"):
         open_bundle(tmp_path)
 

@@ -6,7 +6,8 @@ import fsspec
 import pytest
 import torch
 
-from megadit.models.bundle import Bundle, update_manifest, write_bundle
+from megadit.models.bundle import Bundle, update_manifest
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.commands.push_pull import pull, pull_bundle, push, push_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.settings import SamplingSettings

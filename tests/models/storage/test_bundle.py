@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle import FORMAT_VERSION, Bundle, write_bundle
+from megadit.models.bundle import FORMAT_VERSION, Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.conditioning import Conditioning

@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megadit.infer.inspect.info import describe_bundle, describe_checkpoint
-from megadit.models.bundle import Bundle, update_manifest, write_bundle
+from megadit.models.bundle import Bundle, update_manifest
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, read_network

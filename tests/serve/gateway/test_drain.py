@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.shared.cli import verbs
 from megadit.models.storage.components import load_network
 from megadit.serve.launch.local_server import Ports

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, open_bundle
 from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.megatron.checkpoint import read_adapter as read_trained
 from megadit.models.megatron.checkpoint import read_network

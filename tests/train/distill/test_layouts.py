@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.sections import ExpertConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import _read

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megadit.infer.commands.classify import main as classify
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.diffusion.noise import sample_key
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.embeddings import class_digits

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.dit import DiT

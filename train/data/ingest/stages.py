@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megadit.infer.pipeline.checkpoints import open_any_bundle
-from megadit.models.bundle import check_kind
+from megadit.models.bundle import check_kind, open_any_bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.progress import Progress, duration

@@ -24,12 +24,11 @@ import torch
 from megadit.infer.generate.specs import prompts_alone
 from megadit.infer.pipeline.adapters import Scales, scaled_adapters
 from megadit.infer.pipeline.batches import nothing_around
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.infer.sampling.samplers import settings_randomness
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, open_bundle
 from megadit.models.diffusion.settings import OF_PROMPTS, PartialSettings, SamplingSettings
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import group, setting

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.bundle import open_bundle
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.documents import parse_json

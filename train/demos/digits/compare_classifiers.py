@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megadit.infer.commands.classify import Classifier
 from megadit.infer.evaluate.videos import Clip
-from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.models.bundle import open_any_bundle
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.train.demos.clips import as_float, as_uint8

@@ -8,7 +8,7 @@ import torch
 
 from megadit.infer.evaluate.videos import Clip as Seen
 from megadit.infer.matching import Matcher
-from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.models.bundle import open_any_bundle
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.encode import decoded_clips
 from megadit.train.data.ingest.clips.select import divide

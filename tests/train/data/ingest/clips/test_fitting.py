@@ -9,7 +9,8 @@ from PIL import Image
 
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
-from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.bundle import Bundle
+from megadit.models.bundle_writer import write_bundle
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.registry import build_network
