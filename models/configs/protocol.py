@@ -1,6 +1,6 @@
 """The common protocol of network configurations, for the rest of the package.
 
-`DiTConfig` and `UNetConfig` implement it; `weights.NETWORKS` and `registry.OF_CONFIG` have a row for each.
+`DiTConfig` and `UNetConfig` implement it; `components.NETWORKS` and `registry.OF_CONFIG` have a row for each.
 """
 
 from typing import Any, Protocol
