@@ -39,9 +39,9 @@ NAMED = 5
 QUESTIONS = (
     Question(
         asks="What is the loss?",
-        starts=("train/objectives/denoise.py:edm_loss",),
-        most_files=25,
-        most_lines=3670,
+        starts=("train/objectives/losses.py:edm_loss",),
+        most_files=8,
+        most_lines=1200,
     ),
     Question(
         asks="How does Heun's solver step?",
@@ -52,14 +52,20 @@ QUESTIONS = (
     Question(
         asks="What does a block compute, down to its attention?",
         starts=("models/networks/blocks.py:DiTBlock",),
-        most_files=13,
-        most_lines=1950,
+        most_files=8,
+        most_lines=1600,
     ),
     Question(
         asks="Which tensor is split how over ranks?",
-        starts=("models/megatron/parallelize.py:parallelize",),
+        starts=("models/megatron/parallelize.py:shard_parameters",),
+        most_files=6,
+        most_lines=900,
+    ),
+    Question(
+        asks="What do ranks send one another in a forward?",
+        starts=("models/megatron/parallelize.py:connect_ranks",),
         most_files=27,
-        most_lines=3050,
+        most_lines=2700,
     ),
 )
 
@@ -87,6 +93,7 @@ SHORT = {
     "train/data/ingest/clips/flow.py": "imports torch, which a scan otherwise does without",
     "serve/forms.py": "shared by the gateway and the page",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
+    "train/objectives/heads.py": "read by the plan, without Megatron",
     "train/recipes/experts.py": "the recipes of a family",
     "train/recipes/registry.py": "recipes register without importing one another",
     "train/checkpoints/sampling_defaults.py": "shared by validation and bundles",

@@ -6,6 +6,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import megadit
@@ -54,16 +55,19 @@ def _table(of: type, prefix: str) -> Iterator[str]:
 def documentation(of: type) -> dict[str, str]:
     """What the help of each field of a dataclass, and the text below it, say."""
     description = {name: described(about) for name, about in settings_of(of).items() if about.help}
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0].body
-    except (OSError, TypeError):  # made of another dataclass
-        return description
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in chain.from_iterable(pairwise(_body(one)) for one in of.__mro__[:-1]):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             description[field.target.id] = ". ".join(
                 filter(None, [description.get(field.target.id), inspect.cleandoc(text.value.value)])
             )
     return description
+
+
+def _body(of: type) -> list[ast.stmt]:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(of))).body[0].body
+    except (OSError, TypeError):  # made of another dataclass
+        return []
 
 
 def _about(of: type) -> str:

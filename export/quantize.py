@@ -23,7 +23,7 @@ from megadit.infer.runtimes.load import as_one
 from megadit.infer.runtimes.network_spec import DENOISERS
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle import Bundle
-from megadit.models.lora.adapters import move_adapters
+from megadit.models.lora.layers import move_adapters
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.components import load_network

@@ -14,7 +14,7 @@ from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.config import DiTConfig
 from megadit.models.lora.adapters import chosen_targets
 from megadit.models.networks.registry import in_tower
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.storage.components import network_shapes
 

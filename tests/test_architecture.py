@@ -37,6 +37,6 @@ def test_short_files_have_a_reason():
 def test_what_is_named_is_followed():
     """A definition in another file, through an import, and one of a module."""
     found = count.closure(count.QUESTIONS[0])
-    assert {("train/objectives/denoise.py", "edm_loss"), ("models/diffusion/parameterization.py", "Scalings")} <= found
+    assert {("train/objectives/losses.py", "edm_loss"), ("models/diffusion/parameterization.py", "Scalings")} <= found
     here = count.Source("a.py", 1, {}, {"b": ("b.py", "")})
     assert list(count._named(here, ast.parse("b.c(1)"))) == [("b.py", "c")]

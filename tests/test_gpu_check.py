@@ -14,7 +14,7 @@ import PIL.Image
 import pytest
 import torch
 
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from tests.bundles import write_tiny_bundle
 

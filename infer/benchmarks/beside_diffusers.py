@@ -11,7 +11,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError

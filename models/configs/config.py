@@ -5,27 +5,66 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
+from megadit.models.configs.block import BlockConfig, ExpertConfig
 from megadit.models.configs.families import (
-    COMPAT,
     CONDITIONING_MODES,
     FAMILIES,
     BetasName,
     ConditioningMode,
     ConditioningModeName,
-    Structure,
     Task,
 )
 from megadit.models.configs.rules import RULES
-from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, enforce, nearest_multiples
 
 MAY_BE_ZERO = ("frequency_shift", "conditioning_sigma")
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Parameterization = Literal["edm", "vp", "flow"]
+MOST_WORDS = 1 << 16
+"""Maximum vocabulary size: a token id is stored as two digits of base 256 (`embeddings.class_digits`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiTConfig:
+class TextTowerConfig:
+    """The text tower of CLIP (arXiv 2103.00020, section 2.4), and the embedding width of both towers; disabled without
+    `num_layers`. The defaults are those of ViT-B/32.
+    """
+
+    num_layers: int = 0
+    hidden_size: int = 512
+    num_attention_heads: int = 8
+    ffn_hidden_size: int | None = None
+    """Width of the MLP between its two linears; None means 4 x hidden_size."""
+    num_words: int = 49_408
+    """Vocabulary size."""
+    max_length: int = 77
+    """Maximum tokens of a text, its start and end tokens included."""
+    embedding_size: int = 512
+    """Width of the embeddings of both towers."""
+    pairwise: bool = False
+    """True: SigLIP's loss, pairwise sigmoids (arXiv 2303.15343) with a learned offset of scores; False: CLIP's loss, a
+    softmax over the batch."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 0:
+            raise UserError(f"model.text_tower.num_layers={self.num_layers} must not be negative")
+        for name in ("hidden_size", "num_attention_heads", "ffn_hidden_size", "num_words", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"model.text_tower.{name}={value} must be greater than 0")
+        if self.embedding_size < 1:
+            raise UserError(f"model.text_tower.embedding_size={self.embedding_size} must be greater than 0")
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"model.text_tower.num_attention_heads={self.num_attention_heads} does not divide "
+                f"model.text_tower.hidden_size={self.hidden_size}"
+            )
+        if self.num_words > MOST_WORDS:
+            raise UserError(f"model.text_tower.num_words={self.num_words} are more than {MOST_WORDS:,}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTConfig(BlockConfig):
     """Everything that decides the tensors of a `DiT`; saved next to its weights.
 
     Sizes count latent pixels unless they say otherwise. The defaults are DiT-S (arXiv 2212.09748, table 1) on the
@@ -33,26 +72,12 @@ class DiTConfig:
     """
 
     num_layers: int = 12
-    hidden_size: int = 384
-    num_attention_heads: int = 6
-    head_dim: int | None = None
-    """Width of one attention head; None means hidden_size / num_attention_heads, which must be whole (or is rounded
-    down if positions are only learned)."""
-    num_query_groups: int | None = None
-    """Heads of keys and values in self-attention (grouped-query attention, arXiv 2305.13245); None means
-    num_attention_heads."""
-    ffn_hidden_size: int | None = None
-    """Width of the MLP between its two linears; None means 4 x hidden_size."""
-    experts: ExpertConfig = ExpertConfig()
-    """Experts in place of every MLP; disabled without `num_experts`."""
     in_channels: int = 16
     """Channels of the latents, in and out."""
     patch_spatial: int = 2
     """Latent pixels along each side of a token."""
     patch_temporal: int = 1
     """Latent frames in a token."""
-    crossattn_emb_size: int = 1024
-    """Width of the text features; they are projected to hidden_size."""
     position_embedding: PositionEmbedding = "rope"
     """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for any grid size. `learned`: only
     `learned_positions`."""
@@ -67,9 +92,6 @@ class DiTConfig:
     """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
     one vector for each axis, normalised where the family does so; None: no learned positions. A `vit` accepts only this
     grid: each position has its own vector, added once."""
-    qk_layernorm: bool = True
-    """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
-    layernorm_epsilon: float = 1e-6
     sigma_data: float = 0.5
     """Standard deviation of the latents that the network is trained on (arXiv 2206.00364, table 1)."""
     parameterization: Parameterization = "edm"
@@ -80,21 +102,11 @@ class DiTConfig:
     them and accepts none."""
     conditioning_mode: ConditioningModeName = "tokens"
     """How the network reads conditioning latents; `families.py` lists the modes."""
-    image_size: int | None = None
-    """Width of image features that tokens attend to in addition to the text (Wan 2.1); None: no image features."""
     image_positions: int | None = None
-    """Number of learned positions of these features, for several conditioning images at once; None: no positions."""
-
+    """Number of learned positions of image features, for several conditioning images at once; None: no positions."""
     guidance_embedding_range: tuple[float, float] | None = None
     """Range of guidance scales of a guidance-distilled network, which embeds the scale: one function evaluation
     replaces two (arXiv 2210.03142, section 3.2). None: not guidance-distilled."""
-
-    family: str = "megadit"
-    """Name of the structure; `families.py` lists the differences."""
-    compat: Literal["nemo", "predict2_5"] | None = None
-    """Variant of the family with structural differences, for loading its checkpoints; None means none."""
-    adaln_lora_dim: int | None = None
-    """Rank of the bottleneck in each modulation; None: no bottleneck (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
     """Number of classes, without the null class: of a class-conditional network (`dit`), or of a classifier (`vit`;
     without classes it returns features)."""
@@ -104,12 +116,6 @@ class DiTConfig:
     """One extra input channel, 1 where a video is padding; zeros without a mask."""
     frequency_shift: float = 0.0
     """Shift of the noise level's n sinusoids: the last has period 10000^((n - 1) / (n - shift)); 1 in diffusers."""
-    qk_layernorm_epsilon: float | None = None
-    """None means `layernorm_epsilon`."""
-    mlp_layernorm_epsilon: float | None = None
-    """Epsilon of the norm before the MLP; None means `layernorm_epsilon`."""
-    quick_gelu: bool = False
-    """The MLP's GELU is x sigmoid(1.702 x), as in OpenAI's CLIP."""
     text_tower: TextTowerConfig = TextTowerConfig()
     """Configuration of the text tower (`clip`); none without layers."""
 
@@ -137,10 +143,6 @@ class DiTConfig:
             choose_one(getattr(self, name), known, f"model.{name}={getattr(self, name)!r} is unknown")
 
     @property
-    def structure(self) -> Structure:
-        return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
-
-    @property
     def most_latent_frames(self) -> int | None:
         """Maximum number of latent frames, from the learned positions; None: any."""
         return None if self.learned_positions is None else self.learned_positions[0] * self.patch_temporal
@@ -166,39 +168,6 @@ class DiTConfig:
     @property
     def outline(self) -> str:
         return f"{self.num_layers} blocks of {self.hidden_size}"
-
-    @property
-    def dim_per_head(self) -> int:
-        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
-
-    @property
-    def attention_size(self) -> int:
-        """Width of all heads together, which differs from `hidden_size` where `head_dim` is set."""
-        return self.dim_per_head * self.num_attention_heads
-
-    @property
-    def key_heads(self) -> int:
-        """Heads of keys and values in self-attention."""
-        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
-
-    @property
-    def mlp_size(self) -> int:
-        return self.ffn_hidden_size if self.ffn_hidden_size is not None else 4 * self.hidden_size
-
-    @property
-    def mlp_factors(self) -> int:
-        """Outputs of the MLP's first linear for each of `mlp_size`: 2 with SwiGLU, else 1."""
-        return 2 if self.structure.gated_mlp else 1
-
-    @property
-    def mlp_rows(self) -> int:
-        """Output features of the MLP's first linear."""
-        return self.mlp_factors * self.mlp_size
-
-    @property
-    def expert_size(self) -> int:
-        """Width of an expert between its two linears."""
-        return self.experts.ffn_hidden_size or self.mlp_size
 
     @property
     def patch_dim(self) -> int:
@@ -244,11 +213,6 @@ class DiTConfig:
     def sent_size(self) -> int:
         """Width of the activations between pipeline stages; with two towers, that of the wider one."""
         return max(self.hidden_size, self.text_tower.hidden_size) if self.task == "match" else self.hidden_size
-
-    @property
-    def text_size(self) -> int:
-        """Width of the text features that keys and values read."""
-        return self.hidden_size if self.structure.projects_text else self.crossattn_emb_size
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens along time, height and width of a latent of this size.

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import TextTowerConfig
+from megadit.models.configs.config import DiTConfig, TextTowerConfig
 
 
 def _moviegen(**sizes: int) -> DiTConfig:

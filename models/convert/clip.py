@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import TextTowerConfig
+from megadit.models.configs.config import DiTConfig, TextTowerConfig
 from megadit.models.convert.tensor_map import Entry, encoder_block, permute_axis, rename, rename_linear
 from megadit.models.convert.vit import PREPROCESSOR, read_preprocessor
 from megadit.models.networks.clip import text_config

@@ -7,7 +7,7 @@ feature width, G segments of a pack, R modulation rows.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from megadit.models.configs.families import BetasName
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.networks.conditioning import Conditioning
-from megadit.models.networks.dit import DiT
 from megadit.models.networks.registry import SavedNetwork
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 
 
 class Scalings(NamedTuple):
@@ -139,8 +138,21 @@ def parameterization_of(config: NetworkConfig) -> Parameterization:
     }[config.parameterization]
 
 
+class PackedNetwork(Protocol):
+    """A network F of packs: `DiT`, or a model chunk of one (`part`: `dit.Chunk`)."""
+
+    config: NetworkConfig
+    dtype: torch.dtype
+    part: Any
+
+    def forward_packed(
+        self, tokens_S1P: Tensor, c_noise_R: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: PackLayout, **more: Any
+    ) -> Tensor:
+        """F, [S, 1, P]; see `DiT.forward_packed`."""
+
+
 def denoise_packed(
-    dit: DiT,
+    dit: PackedNetwork,
     x_S1P: Tensor,
     sigma_G: Tensor,
     text_L1E: Tensor,

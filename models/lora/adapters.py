@@ -131,13 +131,6 @@ def attached_to(base: nn.Module) -> Adapters:
     return base.adapters
 
 
-def move_adapters(base: nn.Module, other: nn.Module) -> None:
-    """Moves the adapters of a linear, if it has any, to the module that replaces it."""
-    if adapters := adapters_of(base):
-        adapters.leave(base)
-        adapters.attach(other)
-
-
 def remove(dit: SavedNetwork, name: str = DEFAULT) -> None:
     """Removes an adapter from a network."""
     for base in [module for module in dit.modules() if name in adapters_of(module)]:

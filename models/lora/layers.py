@@ -223,6 +223,13 @@ def adapters_of(base: nn.Module) -> "Adapters | dict":
     return getattr(base, ATTRIBUTE, {})
 
 
+def move_adapters(base: nn.Module, other: nn.Module) -> None:
+    """Moves the adapters of a linear, if it has any, to the module that replaces it."""
+    if adapters := adapters_of(base):
+        adapters.leave(base)
+        adapters.attach(other)
+
+
 def squared_norms(weight_OI: Tensor) -> Tensor:
     """Squared norms of the rows, float32 [O]."""
     return weight_OI.float().square().sum(1)

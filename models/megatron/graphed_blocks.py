@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megadit.models.networks.attention import Rotary
 from megadit.models.networks.blocks import BlockInputs, BlockStack
 from megadit.models.ops.ledger import cheap_values_recomputed
-from megadit.models.packing.segments import LONGEST_RUN, RowsByToken
+from megadit.models.packing.segments import LONGEST_RUN, RowsByToken, attended_in_segments
 from megadit.models.shared.errors import UserError
 
 Compute = Callable[..., Tensor]
@@ -72,6 +72,11 @@ class FixedLayout:
 
     def on(self, device: torch.device) -> "FixedLayout":
         return self
+
+    def attended(self, num_queries: int, num_keys: int, device: torch.device, *, cross: bool) -> Tensor:
+        """bool [1, S, L or S]: see `Layout`."""
+        key_bounds = self.text_bounds if cross else self.bounds
+        return attended_in_segments(self.bounds, key_bounds, num_queries, num_keys, causal=False)
 
     def per_condition(self, function: Callable[..., Any], owner: nn.Module, *inputs: Any) -> Any:
         return function(owner, *inputs)

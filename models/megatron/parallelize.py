@@ -28,8 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.lora.adapters import move_adapters
-from megadit.models.lora.layers import LowRank, adapters_of
+from megadit.models.lora.layers import LowRank, adapters_of, move_adapters
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.linears.parallel import SplitLinear, split_linear
 from megadit.models.megatron.parallelism.context import shared_attention
@@ -67,24 +66,22 @@ def parallelize(
     Raises:
         LookupError: if the plan has no row for a parameter.
     """
-    _hold_own_shards(network, plan, config, groups.axes, split, device)
-    _share_tokens(network, config, groups)
-    _share_attention(network, groups)
-    _share_experts(network, config, groups)
-    share_adapters(network, plan, groups.tensor, sequence_parallel=config.sequence_parallel)
-    mark(network, plan, sequence_parallel=config.sequence_parallel)
+    shard_parameters(network, config, groups.axes, device=device, plan=plan, split=split)
+    connect_ranks(network, config, groups, plan)
     return network
 
 
-def _hold_own_shards(
+def shard_parameters(
     network: nn.Module,
-    plan: Sequence[Row],
     config: TransformerConfig,
     axes: Axes,
-    split: SplitLinear,
+    *,
     device: torch.device,
+    plan: Sequence[Row] = PLAN,
+    split: SplitLinear = split_linear,
 ) -> None:
-    """Every parameter in the shape of this rank's shard, on `device`; linears are replaced as the plan says."""
+    """Every parameter in the shape of this rank's shard, on `device`, and marked; linears are replaced as the plan
+    says."""
     roles = {name: role_of(name, plan) for name, _ in network.named_parameters()}
     for path, module in list(network.named_modules()):
         role = roles.get(f"{path}.weight")
@@ -97,6 +94,15 @@ def _hold_own_shards(
         for name, parameter in module.named_parameters(path, recurse=False):
             shape = local_shape(parameter.shape, roles[name], axes)
             setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty(shape, device=device)))
+    mark(network, plan, sequence_parallel=config.sequence_parallel)
+
+
+def connect_ranks(network: nn.Module, config: TransformerConfig, groups: Groups, plan: Sequence[Row] = PLAN) -> None:
+    """Sets what modules send to other ranks when they compute: tokens, partial sums, keys and values."""
+    _share_tokens(network, config, groups)
+    _share_attention(network, groups)
+    _share_experts(network, config, groups)
+    share_adapters(network, plan, groups.tensor, sequence_parallel=config.sequence_parallel)
 
 
 def _share_tokens(network: nn.Module, config: TransformerConfig, groups: Groups) -> None:

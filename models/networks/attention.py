@@ -11,7 +11,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.block import BlockConfig
 from megadit.models.ops.reference import Linear, attention, qk_norm_rope
 from megadit.models.packing.layout import Layout
 
@@ -41,7 +41,7 @@ class QKNorm(nn.Module):
     Without `qk_layernorm`, only rotary embedding.
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.eps = config.qk_layernorm_epsilon or config.layernorm_epsilon
         has_weight = config.qk_layernorm and not config.structure.norm_across_heads
@@ -58,7 +58,7 @@ class QKNorm(nn.Module):
 class WidthNorm(nn.Module):
     """x / rms(x) * weight over all heads of a token together, in float32."""
 
-    def __init__(self, config: DiTConfig, num_heads: int) -> None:
+    def __init__(self, config: BlockConfig, num_heads: int) -> None:
         super().__init__()
         self.eps = config.qk_layernorm_epsilon or config.layernorm_epsilon
         self.width = num_heads * config.dim_per_head
@@ -79,7 +79,7 @@ def _of_all_heads(squares: Tensor) -> Tensor:
     return squares
 
 
-def width_norm(config: DiTConfig, num_heads: int) -> nn.Module:
+def width_norm(config: BlockConfig, num_heads: int) -> nn.Module:
     """The norm of queries or keys over all heads, in networks that have it."""
     is_across = config.qk_layernorm and config.structure.norm_across_heads
     return WidthNorm(config, num_heads) if is_across else nn.Identity()
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
     (groups, [q ... q k v], K), so that any run of them is whole groups. Kernels see keys and values repeated.
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.core: AttentionCore = attention
         self.head_dim = config.dim_per_head
@@ -125,7 +125,7 @@ class CrossAttention(nn.Module):
     A network that reads image features attends to them separately, and adds both results.
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.core: AttentionCore = attention
         self.head_dim = config.dim_per_head

@@ -26,7 +26,8 @@ from megadit.models.host_to_device import Need
 from megadit.models.networks.attention import AxialInputs, Rotary
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import CPU, Layout, PackLayout, computed
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import CPU, PackLayout, computed
 from megadit.models.packing.segments import Segment, TokenMesh, TokenSpan
 
 Axis = Literal["time", "space"]

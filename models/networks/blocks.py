@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
+from megadit.models.configs.block import BlockConfig
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import AxialInputs, CrossAttention, Rotary, SelfAttention
 from megadit.models.networks.axial import Arrangement, move
 from megadit.models.networks.modulation import NormWeight, Vectors, build_modulation
 from megadit.models.ops.ledger import cheap, cheap_values_recomputed
 from megadit.models.ops.reference import Linear, fuses_gelu, gated_residual, linear, modulated_norm, rms_norm
-from megadit.models.packing.layout import Layout
-from megadit.models.packing.segments import ConditionRows
+from megadit.models.packing.layout import Layout, Rows
 
 TokenMove = Callable[[Tensor, Layout, Arrangement, Arrangement], Tensor]
 """Signature of `axial.move`; `megatron.parallelize` sets one that sends tokens between ranks."""
@@ -59,7 +59,7 @@ class MLP(nn.Module):
     """Two linears around an activation: GELU, or SwiGLU with the rows of both factors interleaved, (M, [gate
     value])."""
 
-    def __init__(self, config: DiTConfig, hidden: int | None = None) -> None:
+    def __init__(self, config: BlockConfig, hidden: int | None = None) -> None:
         """`hidden` is the width between the linears (None: `config.mlp_size`)."""
         super().__init__()
         width, bias, hidden = config.hidden_size, config.structure.linear_bias, hidden or config.mlp_size
@@ -83,7 +83,7 @@ class MLP(nn.Module):
         return self.activation(self.fc1(x_SBD))
 
 
-MakeMLP = Callable[[DiTConfig], nn.Module]
+MakeMLP = Callable[[BlockConfig], nn.Module]
 """Makes the module in the place of a block's MLP (`experts.build_mlp`)."""
 
 
@@ -98,29 +98,27 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
+def activation(config: BlockConfig) -> Callable[[Tensor], Tensor]:
     """The function between the two linears of an MLP."""
     if config.structure.gated_mlp:
         return swiglu
     return quick_gelu if config.quick_gelu else partial(F.gelu, approximate=_gelu_form(config))
 
 
-def _gelu_form(config: DiTConfig) -> str | None:
+def _gelu_form(config: BlockConfig) -> str | None:
     """`approximate` for `F.gelu`; None where the MLP has another activation."""
     if config.structure.gated_mlp or config.quick_gelu:
         return None
     return "tanh" if config.structure.gelu_tanh else "none"
 
 
-def norm(
-    x_SBD: Tensor, vectors: Vectors, eps: float, rows: ConditionRows | None, weight_D: Tensor | None = None
-) -> Tensor:
+def norm(x_SBD: Tensor, vectors: Vectors, eps: float, rows: Rows | None, weight_D: Tensor | None = None) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift; `weight_D`: RMSNorm with this weight instead."""
     shift, scale, *_ = vectors
     return modulated_norm(x_SBD, shift, scale, eps, rows, weight_D)
 
 
-def gated(x_SBD: Tensor, vectors: Vectors, y_SBD: Tensor, rows: ConditionRows | None) -> Tensor:
+def gated(x_SBD: Tensor, vectors: Vectors, y_SBD: Tensor, rows: Rows | None) -> Tensor:
     """x + gate * y, [S, B, D]."""
     return gated_residual(x_SBD, vectors[2], y_SBD, rows)
 
@@ -133,7 +131,7 @@ def with_positions(x_SBD: Tensor, c: BlockInputs) -> Tensor:
 class DiTBlock(nn.Module):
     """Self-attention, cross-attention to text and an MLP, each modulated and gated by the sample's noise level."""
 
-    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
+    def __init__(self, config: BlockConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
@@ -156,7 +154,7 @@ class DiTBlock(nn.Module):
 class ClassDiTBlock(nn.Module):
     """Self-attention and an MLP: the block of a network conditioned on a class (arXiv 2212.09748)."""
 
-    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
+    def __init__(self, config: BlockConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
@@ -184,7 +182,7 @@ class MovieGenBlock(nn.Module):
     With `Structure.text_reaches_only_mlp` as NeMo built it: c = CrossAttention(x, text), x = x + gate MLP(norm(c)).
     """
 
-    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
+    def __init__(self, config: BlockConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         width, is_apart = config.hidden_size, not config.structure.text_reaches_only_mlp
         self.eps = config.layernorm_epsilon
@@ -219,7 +217,7 @@ class WanBlock(nn.Module):
     x = x + gate MLP(modulated norm(x))
     """
 
-    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
+    def __init__(self, config: BlockConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
@@ -246,7 +244,7 @@ class STDiTBlock(nn.Module):
     frames: both attentions along one axis need no communication (`axial.py`).
     """
 
-    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
+    def __init__(self, config: BlockConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.move: TokenMove = move
         self.eps = config.layernorm_epsilon
@@ -284,7 +282,7 @@ class ViTBlock(nn.Module):
     x = x + MLP(norm(x))
     """
 
-    def __init__(self, config: DiTConfig, make_mlp: MakeMLP = MLP) -> None:
+    def __init__(self, config: BlockConfig, make_mlp: MakeMLP = MLP) -> None:
         super().__init__()
         self.attention_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
         self.self_attention = SelfAttention(config)

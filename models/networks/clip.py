@@ -20,7 +20,8 @@ from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import class_index
 from megadit.models.networks.vit import ClassHead, ViT
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import Layout, PackLayout
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 HIGHEST_SCALE = 100.0

@@ -16,7 +16,7 @@ from torch import Tensor
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.embeddings import patchify, unpatchify
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 
 
 class DensePack(NamedTuple):

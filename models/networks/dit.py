@@ -40,7 +40,8 @@ from megadit.models.networks.modulation import SharedModulation
 from megadit.models.ops.fusion import two_or_more
 from megadit.models.ops.reference import Linear
 from megadit.models.packing.dense_layout import DenseLayout, TensorCache
-from megadit.models.packing.layout import Layout, PackLayout
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import DenseRows
 
 BASE_FPS = 24.0

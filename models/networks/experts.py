@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import ExpertConfig
+from megadit.models.configs.block import BlockConfig, ExpertConfig
 from megadit.models.networks.blocks import MLP, activation
 from megadit.models.ops.reference import linear
+from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import ConditionRows, LengthGroup
 
 
@@ -71,7 +72,7 @@ def chosen_by_tokens(score_SBE: Tensor, experts: ExpertConfig) -> Tensor:
     return torch.zeros_like(score_SBE, dtype=torch.bool).scatter(-1, best, True)
 
 
-def chosen_by_experts(score_SBE: Tensor, layout: Layout, *, experts: ExpertConfig) -> Tensor:
+def chosen_by_experts(score_SBE: Tensor, layout: PackLayout | DenseLayout, *, experts: ExpertConfig) -> Tensor:
     """bool [S, B, E]: the tokens that each expert chooses in every sample (arXiv 2410.02098, section 3.2)."""
     if layout.groups is None:
         best = score_SBE.topk(experts.capacity(score_SBE.shape[0]), dim=0).indices
@@ -159,7 +160,7 @@ class Router(nn.Module):
 class ExpertMLP(nn.Module):
     """Experts, some of which a router chooses for each token, and optionally a shared expert."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config, width = config.experts, config.hidden_size
         num_experts = self.config.num_experts
@@ -191,6 +192,6 @@ class ExpertMLP(nn.Module):
         return chosen_SBE
 
 
-def build_mlp(config: DiTConfig) -> nn.Module:
+def build_mlp(config: BlockConfig) -> nn.Module:
     """The MLP of a block, or the experts that replace it."""
     return ExpertMLP(config) if config.experts.num_experts else MLP(config)

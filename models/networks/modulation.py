@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.block import BlockConfig
 from megadit.models.ops.reference import Linear
 
 Vectors = tuple[Tensor, ...]
@@ -25,7 +25,7 @@ class NormWeight(nn.Module):
 class Modulation(nn.Module):
     """Linear(SiLU(condition)) as `sublayers` times `vectors` vectors (adaLN-Zero, arXiv 2212.09748, section 3.2)."""
 
-    def __init__(self, config: DiTConfig, sublayers: int, vectors: int) -> None:
+    def __init__(self, config: BlockConfig, sublayers: int, vectors: int) -> None:
         super().__init__()
         self.sublayers, self.vectors = sublayers, vectors
         width = config.hidden_size
@@ -44,7 +44,7 @@ class LowRankModulation(nn.Module):
     Each group adds the first vectors of the shared modulation, where there is one.
     """
 
-    def __init__(self, config: DiTConfig, sublayers: int, vectors: int, groups: int) -> None:
+    def __init__(self, config: BlockConfig, sublayers: int, vectors: int, groups: int) -> None:
         super().__init__()
         rank, width = config.adaln_lora_dim, config.hidden_size
         self.vectors, self.per_group = vectors, sublayers * vectors // groups
@@ -68,7 +68,7 @@ class TableModulation(nn.Module):
     The last layer, which has only shift and scale, adds its table to the condition itself.
     """
 
-    def __init__(self, config: DiTConfig, sublayers: int, vectors: int) -> None:
+    def __init__(self, config: BlockConfig, sublayers: int, vectors: int) -> None:
         super().__init__()
         self.sublayers, self.vectors = sublayers, vectors
         self.table = nn.Parameter(torch.zeros(sublayers * vectors * config.hidden_size))
@@ -83,7 +83,7 @@ class TableModulation(nn.Module):
 class SharedModulation(nn.Module):
     """Linear(SiLU(condition)), [G, M]: each block's `TableModulation` is added to it."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.linear = Linear(config.hidden_size, 6 * config.hidden_size, bias=config.structure.linear_bias)
 
@@ -96,7 +96,7 @@ def _by_sublayer(parts: "tuple[Tensor, ...] | list[Tensor]", vectors: int) -> tu
     return tuple(tuple(parts[i : i + vectors]) for i in range(0, len(parts), vectors))
 
 
-def build_modulation(config: DiTConfig, *, sublayers: int, vectors: int = 3, groups: int = 1) -> nn.Module:
+def build_modulation(config: BlockConfig, *, sublayers: int, vectors: int = 3, groups: int = 1) -> nn.Module:
     """`Modulation`; low-rank where `config.adaln_lora_dim` is set; a table where all blocks share a modulation."""
     if config.structure.single_modulation:
         return TableModulation(config, sublayers, vectors)

@@ -24,7 +24,8 @@ from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import token_sequence
 from megadit.models.ops.reference import Linear
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import Layout, PackLayout
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Grid
 
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megadit.models.ops.ledger import cheap
-from megadit.models.ops.reference import attention, batch_attention, up_to_each
+from megadit.models.ops.reference import attention, batch_attention
 from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import Layout, PackLayout
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import PackLayout
+from megadit.models.packing.segments import up_to_each
 
 _matmul = torch.backends.mkldnn.matmul
 _DENSE = {

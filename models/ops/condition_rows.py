@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megadit.models.ops.fusion import has_kernels, is_compiled
-from megadit.models.packing.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
+from megadit.models.packing.layout import Rows
+from megadit.models.packing.segments import ConditionRows, DenseRows, LengthGroup, RowsByToken
 
 FEWEST_NUMBERS = 1 << 15
 """Minimum mean number of elements of length groups: for smaller ones, calls cost more than copies of their rows."""

@@ -19,7 +19,7 @@ from megadit.models.ops.condition_rows import (
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.reference import gated_residual
-from megadit.models.packing.segments import Rows
+from megadit.models.packing.layout import Rows
 
 
 @gated_residual.variant("by_run", suits=lambda x, gate, y, rows=None: are_dense(rows))

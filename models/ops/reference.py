@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
-from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import Layout
-from megadit.models.packing.segments import Rows
+from megadit.models.packing.layout import Layout, Rows
 
 QUERIES = 1024
 """Number of queries whose scores `batch_attention` holds in memory at once."""
@@ -51,38 +49,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> T
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     score_BNSL = torch.einsum("sbnk,lbnk->bnsl", q.to(wide), k.to(wide)) * q.shape[-1] ** -0.5
-    mask_BSL = attended(layout, cross, len(q), len(k), q.device)
+    mask_BSL = layout.attended(len(q), len(k), q.device, cross=cross)
     has_key_BS1 = mask_BSL.any(-1, keepdim=True)
     score_BNSL = score_BNSL.masked_fill(~mask_BSL[:, None] & has_key_BS1[:, None], float("-inf"))
     out_BNSK = score_BNSL.softmax(-1) @ rearrange(v.to(wide), "L B N K -> B N L K") * has_key_BS1[:, None]
     return rearrange(out_BNSK, "B N S K -> S B (N K)").to(q.dtype)
-
-
-def attended(layout: Layout, cross: bool, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """bool [B or 1, S or 1, L]: which keys each query may attend to."""
-    if isinstance(layout, DenseLayout):
-        if cross:
-            return layout.text_mask_BL[:, None]
-        token_S, area = torch.arange(num_queries, device=device), layout.grid[1] * layout.grid[2]
-        if layout.is_causal:
-            return up_to_each(num_keys, device)[None]
-        sample_S = {"sample": token_S * 0, "time": token_S % area, "space": token_S // area}[layout.over]
-        return (sample_S[:, None] == sample_S)[None]
-    tensors = layout.on(device)
-    segment_S, segment_L = (
-        torch.searchsorted(bounds[1:], torch.arange(size, device=device, dtype=bounds.dtype), right=True)
-        for bounds, size in (
-            (tensors.bounds, num_queries),
-            (tensors.text_bounds if cross else tensors.bounds, num_keys),
-        )
-    )
-    attended_SL = segment_S[:, None] == segment_L
-    return (attended_SL & up_to_each(num_keys, device) if layout.is_causal and not cross else attended_SL)[None]
-
-
-def up_to_each(num_tokens: int, device: torch.device) -> Tensor:
-    """bool [S, S]: a causal mask, True for each token and those before it."""
-    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
 @Op

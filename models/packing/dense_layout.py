@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.host_to_device import constant, memo_key
-from megadit.models.packing.segments import DenseRows, Grid, OpenRows
+from megadit.models.packing.segments import DenseRows, Grid, OpenRows, up_to_each
 
 
 class TensorCache:
@@ -84,6 +84,16 @@ class DenseLayout:
     def is_causal(self) -> bool:
         """See `PackLayout.is_causal`."""
         return self.over == "before"
+
+    def attended(self, num_queries: int, num_keys: int, device: torch.device, *, cross: bool) -> Tensor:
+        """bool [1 or B, 1 or S, L or S]: see `Layout`."""
+        if cross:
+            return self.text_mask_BL[:, None]
+        if self.is_causal:
+            return up_to_each(num_keys, device)[None]
+        token_S, area = torch.arange(num_queries, device=device), self.grid[1] * self.grid[2]
+        sample_S = {"sample": token_S * 0, "time": token_S % area, "space": token_S // area}[self.over]
+        return (sample_S[:, None] == sample_S)[None]
 
     def seeing(self, image_IBD: Tensor) -> "DenseLayout":
         """The same batch with image tokens in place of its text; all of [I, B, D] may be attended to."""

@@ -3,7 +3,7 @@
 A pack holds whole samples ("segments") one after another; its tail is one padding segment, so that shapes never
 change from step to step.
 
-Shapes: S video tokens of a rank.
+Shapes: S video tokens of a rank, L keys (video or text tokens), G segments.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -172,6 +172,22 @@ def length_groups(segments: Iterable[Sequence[TokenSpan]]) -> tuple[LengthGroup,
     return tuple(groups)
 
 
+def up_to_each(num_tokens: int, device: torch.device) -> Tensor:
+    """bool [S, S]: a causal mask, True for each token and those before it."""
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+
+
+def attended_in_segments(bounds: Tensor, key_bounds: Tensor, num_queries: int, num_keys: int, causal: bool) -> Tensor:
+    """bool [1, S, L]: True where query and key are of one segment; `bounds` and `key_bounds`, int32 [G + 1], are where
+    segments begin."""
+    segment_S, segment_L = (
+        torch.searchsorted(edges[1:], torch.arange(size, device=edges.device, dtype=edges.dtype), right=True)
+        for edges, size in ((bounds, num_queries), (key_bounds, num_keys))
+    )
+    is_same_SL = segment_S[:, None] == segment_L
+    return (is_same_SL & up_to_each(num_keys, bounds.device) if causal else is_same_SL)[None]
+
+
 @dataclass(frozen=True, eq=False)
 class ConditionRows:
     """The modulation row of each of a rank's tokens: which shift, scale and gate modulate it."""
@@ -313,5 +329,3 @@ class TokenMesh:
 
 
 ONE_RANK = TokenMesh()
-
-Rows = ConditionRows | DenseRows | OpenRows | RowsByToken

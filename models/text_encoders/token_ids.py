@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megadit.models.configs.sections import MOST_WORDS
+from megadit.models.configs.config import MOST_WORDS
 from megadit.models.networks.embeddings import CLASS_BASE
 from megadit.models.shared.errors import UserError
 from megadit.models.storage import components as parts

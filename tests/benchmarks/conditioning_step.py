@@ -16,13 +16,13 @@ from side_by_side import compare, show
 
 from megadit.infer.benchmarks.beside_diffusers import BenchmarkOptions, randomised
 from megadit.models.networks.dit import DiT
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import edm_loss
-from megadit.train.objectives.noise_levels import token_noise
+from megadit.train.objectives.denoise import token_noise
+from megadit.train.objectives.losses import edm_loss
 from megadit.train.recipes import load_recipe
 
 CASES = {

@@ -41,7 +41,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify
 from megadit.models.networks.initialize import initialize_
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
@@ -174,9 +174,8 @@ def _megatron_step(config: RunConfig, batches: Callable) -> Callable[[], object]
 
 
 def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
-    from megadit.train.objectives.denoise import edm_loss
-    from megadit.train.objectives.heads import Uncertainty
-    from megadit.train.objectives.noise_levels import draw_sigma, token_noise
+    from megadit.train.objectives.denoise import draw_sigma, token_noise
+    from megadit.train.objectives.losses import Uncertainty, edm_loss
 
     dit, uncertainty, settings = initialize_(DiT(config.model), config.train.seed), Uncertainty(), config.optimizer
     named = dict(dit.named_parameters())

@@ -19,8 +19,8 @@ from megadit.infer.runtimes.exported import denoiser_inputs, with_exported_netwo
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetwork, open_session
 from megadit.models.bundle import Bundle
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import ExpertConfig
 from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, HashedWordEncoder, T5TextEncoder
 from megadit.models.tokenizers import Autoencoder, HaarTokenizer
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork

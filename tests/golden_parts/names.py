@@ -38,7 +38,7 @@ def verbs() -> dict[str, Any]:
 def make_config(**values: Any) -> Any:
     experts = values.pop("experts", None)
     if experts is not None:
-        places = ("models.configs.sections", "models.configs.experts", "models.expert_config")
+        places = ("models.configs.block", "models.configs.sections", "models.configs.experts", "models.expert_config")
         expert_config = find(*(f"{place}:ExpertConfig" for place in places))
         values["experts"] = expert_config(**experts)
     return find("models.configs.config:DiTConfig", "models.config:DiTConfig")(**values)
@@ -57,7 +57,9 @@ def make_conditioning(text_BLE, text_length_B, fps_B) -> Any:
 def make_pack(segments: list[tuple[tuple[int, int, int], int]], *, capacity: int, text_capacity: int) -> Any:
     """The layout of (grid, text length) pairs."""
     segment = find("models.packing.segments:Segment", "models.segments:Segment")
-    layout = find("models.packing.layout:PackLayout", "models.layout:PackLayout")
+    layout = find(
+        "models.packing.pack_layout:PackLayout", "models.packing.layout:PackLayout", "models.layout:PackLayout"
+    )
     return layout.pack([segment(*pair) for pair in segments], capacity=capacity, text_capacity=text_capacity)
 
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megadit.models.megatron.parallelism.block_attention import attend_block, attend_block_backward
 from megadit.models.ops.attention import attend_by_length_group, attend_varlen, switch_to_flash_attention_3
 from megadit.models.ops.reference import attention
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 TOKENS, HEADS, WIDTH = size(8192, 256), size(24, 2), size(128, 16)

@@ -22,7 +22,7 @@ from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 SMALL = {

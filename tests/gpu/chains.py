@@ -9,7 +9,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import fusion
 from megadit.models.ops.reference import gated_residual, modulated_norm, qk_norm_rope
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 TOKENS, WIDTH, HEADS = size(8192, 256), size(3072, 64), size(24, 2)

@@ -36,7 +36,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import fusion, row_sums
 from megadit.models.ops.reference import gated_residual, modulated_norm, qk_norm_rope
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.optim.adamw import HalfMomentAdamW
 

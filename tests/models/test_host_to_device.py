@@ -20,7 +20,7 @@ from megadit.models.host_to_device import sent_together
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.unet import UNet
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.data.packs.packed_batch import PackFormat, TrainingSample
 from megadit.train.optim.adamw import HalfMomentAdamW

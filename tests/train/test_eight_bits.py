@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.configs.sections import ExpertConfig
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import ParallelConfig

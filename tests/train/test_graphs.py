@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.configs.sections import ExpertConfig
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_inputs

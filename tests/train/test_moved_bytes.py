@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megadit.models.networks.axial import find_move
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 
 JOB = Path(__file__).parent / "jobs" / "moved_bytes.py"

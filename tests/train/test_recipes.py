@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.models.configs.sections import ExpertConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import GIB
 from megadit.train.__main__ import main

@@ -18,7 +18,7 @@ from megadit.models.megatron.parallelism.context import context_needs
 from megadit.models.megatron.parallelism.experts import choice_needs
 from megadit.models.networks.axial import axial_needs
 from megadit.models.networks.clip import texts_as_segments
-from megadit.models.packing.layout import PackLayout, computed
+from megadit.models.packing.pack_layout import PackLayout, computed
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.packs.packed_batch import PackedBatch

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.engine.setup import Training
 from megadit.train.optim.state import DataParallel

@@ -20,7 +20,7 @@ from megadit.train.engine.schedule import run_schedule
 from megadit.train.engine.setup import Training
 from megadit.train.monitoring.anomalies import Anomaly, AnomalyDetector
 from megadit.train.objectives.distillation import generated
-from megadit.train.objectives.networks import LossSums
+from megadit.train.objectives.losses import LossSums
 from megadit.train.optim.optimizer import loss_scaler
 
 Mark = Callable[[int, str], None]

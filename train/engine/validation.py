@@ -36,7 +36,8 @@ from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.engine.schedule import evaluate, evaluation, from_last_stage
 from megadit.train.engine.setup import Training
 from megadit.train.objectives.denoise import denoise_at
-from megadit.train.objectives.networks import LossSums, Networks, denoiser_of
+from megadit.train.objectives.losses import LossSums
+from megadit.train.objectives.networks import Networks, denoiser_of
 
 NUM_PROMPTS = 4
 """Number of captions of the validation split that are sampled if `validation.prompts` is empty."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megadit.models.diffusion.noise import derived_keys
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import weighted_error
-from megadit.train.objectives.networks import Discriminator, LossSums, Networks
-from megadit.train.objectives.noise_levels import draw_sigma, loss_weight, noisy
+from megadit.train.objectives.denoise import draw_sigma, loss_weight, noisy
+from megadit.train.objectives.losses import LossSums, weighted_error
+from megadit.train.objectives.networks import Discriminator, Networks
 
 
 def critic_loss(networks: Networks, batch: PackedBatch) -> LossSums:

@@ -10,7 +10,8 @@ from torch import Tensor
 from megadit.models.networks.embeddings import class_index
 from megadit.models.networks.vit import ViT
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.networks import LossSums, Networks
+from megadit.train.objectives.losses import LossSums
+from megadit.train.objectives.networks import Networks
 
 
 def classify(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:

@@ -22,7 +22,8 @@ from megadit.models.networks.clip import CLIP
 from megadit.models.packing.segments import CPU
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.classify import sums_of_samples
-from megadit.train.objectives.networks import LossSums, Networks
+from megadit.train.objectives.losses import LossSums
+from megadit.train.objectives.networks import Networks
 
 
 def match(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:

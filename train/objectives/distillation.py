@@ -20,9 +20,7 @@ from megadit.models.host_to_device import constant
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.adversary import towards_real
-from megadit.train.objectives.denoise import weighted_error
-from megadit.train.objectives.networks import Denoise, LossSums, Networks
-from megadit.train.objectives.noise_levels import (
+from megadit.train.objectives.denoise import (
     draw_sigma,
     loss_weight,
     mean_of_samples,
@@ -31,6 +29,8 @@ from megadit.train.objectives.noise_levels import (
     sampling_noise,
     target_of,
 )
+from megadit.train.objectives.losses import LossSums, weighted_error
+from megadit.train.objectives.networks import Denoise, Networks
 from megadit.train.objectives.tangent import derivative
 
 RHO = 7

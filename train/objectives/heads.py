@@ -1,11 +1,8 @@
-"""Modules that are trained beside a network for its objective alone, and then discarded.
+"""The discriminator head of a critic, which is trained beside it and then discarded.
 
-Shapes: S video tokens, D width, G segments of a pack (padding included).
+Shapes: S video tokens, D width.
 """
 
-import math
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,29 +10,6 @@ from megadit.models.networks.initialize import initial_value
 
 HIDDEN = 256
 """Hidden width of a discriminator head."""
-
-
-class Uncertainty(nn.Module):
-    """u(sigma), the logarithm of the loss to expect at a noise level (EDM2, arXiv 2312.02696, section 3.1).
-
-    A linear function of Fourier features of c_noise, initially zero. It is trained with the network and then discarded.
-    """
-
-    def __init__(self, num_features: int = 128) -> None:
-        super().__init__()
-        generator = torch.Generator("cpu").manual_seed(0)
-        # not buffers: these stay float32 whatever the precision of the parameters
-        self._frequency = 2 * math.pi * torch.randn(num_features, generator=generator, device="cpu")
-        self._phase = 2 * math.pi * torch.rand(num_features, generator=generator, device="cpu")
-        self.linear = nn.Linear(num_features, 1, bias=False)
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, c_noise_G: Tensor) -> Tensor:
-        self._frequency, self._phase = (x.to(c_noise_G.device) for x in (self._frequency, self._phase))  # copied once
-        frequency, phase = self._frequency, self._phase
-        features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
-        # divided by sqrt(features), because one step of Adam at a large rate could move u by more than its range
-        return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
 def head_parameters(width: int) -> int:

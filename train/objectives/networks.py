@@ -5,7 +5,7 @@ Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
@@ -17,25 +17,14 @@ from megadit.models.diffusion.parameterization import denoise_packed
 from megadit.models.networks.registry import Network
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.heads import Adversary, Uncertainty
+from megadit.train.objectives.heads import Adversary
+from megadit.train.objectives.losses import LossSums, Uncertainty
 
 Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 """(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] with the text and conditioning of the pack; its own clean
 tokens are not used."""
 Discriminator = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 """(pack, x [S, 1, P], sigma_G) -> logits [S] that each token is real."""
-
-
-class LossSums(NamedTuple):
-    """Sums over the target tokens of a micro-batch, of means over P; scalars, float32."""
-
-    objective: Tensor
-    """Minimised value: the weighted loss, divided by the learned uncertainty if there is one."""
-    weighted: Tensor
-    """lambda(sigma) |D - x0|^2, about 1 for an untrained network at every noise level; classifiers: cross-entropy;
-    image-text matching: its loss."""
-    error: Tensor
-    """|D - x0|^2; classifiers: 1 if another class is likelier, else 0; image-text matching: 1 if another text is."""
 
 
 @dataclass(kw_only=True, slots=True)

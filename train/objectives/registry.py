@@ -12,7 +12,8 @@ from megadit.train.objectives import distillation, rewards
 from megadit.train.objectives.classify import classify
 from megadit.train.objectives.contrast import match
 from megadit.train.objectives.denoise import denoise
-from megadit.train.objectives.networks import LossSums, Networks, Objective
+from megadit.train.objectives.losses import LossSums
+from megadit.train.objectives.networks import Networks, Objective
 
 
 def _at_drawn_scales(objective: Objective, networks: Networks, batch: PackedBatch) -> LossSums | Tensor:

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from megadit.models.diffusion.noise import Stream
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import weighted_error
-from megadit.train.objectives.networks import LossSums, Networks
-from megadit.train.objectives.noise_levels import (
+from megadit.train.objectives.denoise import (
     draw_sigma,
     loss_weight,
     mean_of_samples,
@@ -20,6 +18,8 @@ from megadit.train.objectives.noise_levels import (
     of_tokens,
     sampling_noise,
 )
+from megadit.train.objectives.losses import LossSums, weighted_error
+from megadit.train.objectives.networks import Networks
 
 
 def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:

@@ -22,7 +22,7 @@ from megadit.models.flops import attention_flops, training_flops
 from megadit.models.lora.adapters import adapter_key, attach
 from megadit.models.megatron.plan import role_of
 from megadit.models.networks.registry import build_network
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.files import is_bundle
 from megadit.train.config.schema import RunConfig

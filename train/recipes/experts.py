@@ -1,6 +1,6 @@
 """Networks with experts, under the names of NeMo's factories."""
 
-from megadit.models.configs.sections import ExpertConfig
+from megadit.models.configs.block import ExpertConfig
 from megadit.train.config.schema import ParallelConfig, RunConfig
 from megadit.train.recipes.moviegen import pretrain_ditllama1b
 from megadit.train.recipes.registry import recipe, variant

@@ -28,7 +28,8 @@ from megadit.models.megatron.parallelism.block_attention import (
 )
 from megadit.models.networks.attention import AttentionCore
 from megadit.models.ops.reference import attention
-from megadit.models.packing.layout import CPU, Layout, PackLayout, computed
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import CPU, PackLayout, computed
 from megadit.models.packing.segments import TokenMesh
 
 

@@ -21,7 +21,8 @@ from megadit.models.host_to_device import Need
 from megadit.models.megatron import cpu_shim
 from megadit.models.megatron.parallelism.context import ContextGroups
 from megadit.models.networks.experts import ExpertChoice, Experts
-from megadit.models.packing.layout import CPU, Layout, PackLayout
+from megadit.models.packing.layout import Layout
+from megadit.models.packing.pack_layout import CPU, PackLayout
 
 
 class Dispatch:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megadit.models.configs import config as config_file
-from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.block import ExpertConfig
+from megadit.models.configs.config import DiTConfig, TextTowerConfig
 from megadit.models.configs.families import Structure
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import ExpertConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify
 from megadit.models.networks.initialize import initialize_
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import ExpertConfig
 from megadit.models.lora import layers as low_rank
 from megadit.models.lora.adapters import (
     adapter_key,

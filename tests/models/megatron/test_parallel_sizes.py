@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.block import ExpertConfig
+from megadit.models.configs.config import DiTConfig, TextTowerConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
 from megadit.models.shared.errors import UserError
 

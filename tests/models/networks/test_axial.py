@@ -5,7 +5,7 @@ import torch
 
 from megadit.models.networks.axial import axial_layout, find_move
 from megadit.models.ops.attention import attend_by_length_group
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 
 GRIDS = ((3, 2, 4), (1, 3, 3), (2, 5, 1), (4, 1, 1), (3, 2, 4))

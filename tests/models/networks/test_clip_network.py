@@ -16,7 +16,7 @@ from megadit.models.networks.clip import HIGHEST_SCALE, bounded
 from megadit.models.networks.embeddings import class_digits, token_sequence
 from megadit.models.networks.registry import build_network
 from megadit.models.ops.reference import attention
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json

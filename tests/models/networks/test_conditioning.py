@@ -12,11 +12,11 @@ from megadit.models.networks.conditioning import CleanLatents, Conditioning, wit
 from megadit.models.networks.dense_packs import pack_dense, pad_segments, unpack_dense
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
-from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.pack_layout import CPU, PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import edm_loss
-from megadit.train.objectives.noise_levels import token_noise
+from megadit.train.objectives.denoise import token_noise
+from megadit.train.objectives.losses import edm_loss
 
 CONFIG = DiTConfig(
     num_layers=2,

@@ -15,7 +15,7 @@ from megadit.models.networks.initialize import initialize_
 from megadit.models.ops import attention
 from megadit.models.ops.registry import Variant
 from megadit.models.packing.dense_layout import grid_positions
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 CONFIG = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import ExpertConfig
 from megadit.models.networks.blocks import swiglu
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.experts import (
@@ -19,7 +19,7 @@ from megadit.models.networks.experts import (
     compute_here,
 )
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 

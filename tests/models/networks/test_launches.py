@@ -18,10 +18,10 @@ from megadit.models.networks import embeddings
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.ops.registry import force_variants
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.losses import edm_loss
 
 row_sums = pytest.importorskip("megadit.models.ops.row_sums", reason="Triton is not installed")
 META = torch.device("meta")

@@ -9,7 +9,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import AxialInputs
 from megadit.models.networks.axial import axial_layout, move
 from megadit.models.networks.blocks import BlockInputs, STDiTBlock
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 CONFIG = DiTConfig(

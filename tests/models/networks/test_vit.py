@@ -14,7 +14,7 @@ from megadit.models.convert.published import open_published
 from megadit.models.networks.embeddings import token_sequence
 from megadit.models.networks.registry import build_network
 from megadit.models.networks.vit import resized_positions
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json

@@ -15,8 +15,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megadit.models.ops.reference import attended
-
 QUERIES_AT_ONCE = 32
 
 
@@ -61,7 +59,7 @@ def rounded(op: str, dtype: torch.dtype) -> Callable[..., Tensor]:
         )
 
     def of_layout(q, k, v, layout, cross):
-        mask = attended(layout, cross, len(q), len(k), q.device)[:, None]
+        mask = layout.attended(len(q), len(k), q.device, cross=cross)[:, None]
         out_BNSK = of_batch(*(rearrange(x, "S B N K -> B N S K") for x in (q, k, v)), mask)
         return rearrange(out_BNSK, "B N S K -> S B (N K)")
 

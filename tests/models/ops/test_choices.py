@@ -18,7 +18,7 @@ from megadit.models.ops.crossover import NEVER
 from megadit.models.ops.reference import attention
 from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run
 from megadit.models.packing.dense_layout import DenseLayout, grid_positions
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.bin_packing import best_fit

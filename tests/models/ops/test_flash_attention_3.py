@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megadit.models.megatron.parallelism import block_attention
 from megadit.models.megatron.parallelism.block_attention import attend_block, attend_block_backward
 from megadit.models.ops.attention import attend_by_length_group, attend_varlen, switch_to_flash_attention_3
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="this torch does not call FlashAttention-3")

@@ -18,7 +18,7 @@ from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.ops.fusion import fused
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import RowsByToken, Segment
 from megadit.train.optim.adamw import HalfMomentAdamW
 

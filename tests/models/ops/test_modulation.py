@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megadit.models.ops.reference import modulated_norm
-from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.pack_layout import CPU, PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 
 LAYOUT = PackLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8, 8, 1)], capacity=48, text_capacity=8)

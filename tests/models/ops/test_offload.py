@@ -12,7 +12,7 @@ from megadit.models.megatron.blocks import RecomputedBlocks
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import ledger
 from megadit.models.ops.offload import HostMemory
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -22,7 +22,7 @@ from megadit.models.ops import linear, tiled_attention
 from megadit.models.ops.crossover import CROSSOVERS
 from megadit.models.ops.registry import OPS, Op, Variant
 from megadit.models.packing.dense_layout import DenseLayout
-from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.pack_layout import CPU, PackLayout
 from megadit.models.packing.segments import DenseRows, RowsByToken, Segment
 from tests.models.ops.rounded import rounded
 

@@ -9,7 +9,7 @@ import torch
 from megadit.models.megatron.graphed_blocks import _most_starts
 from megadit.models.ops import fusion
 from megadit.models.ops.registry import OPS, Variant
-from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.pack_layout import CPU, PackLayout
 from megadit.models.packing.segments import LONGEST_RUN, RowsByToken, Segment
 
 triton = pytest.importorskip("triton")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megadit.models.networks.blocks import BlockInputs
 from megadit.models.packing.dense_layout import DenseLayout, TensorCache
-from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.pack_layout import CPU, PackLayout
 from megadit.models.packing.segments import LengthGroup, Segment, TokenMesh, TokenSpan, text_of_group
 from megadit.models.shared.errors import UserError
 

@@ -10,7 +10,7 @@ import random, torch
 from megadit.models.networks.blocks import BlockInputs, DiTBlock
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.embeddings import rotary_table
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.machine import peak_memory
 from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.packing.segments import Segment

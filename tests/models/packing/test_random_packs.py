@@ -19,7 +19,7 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify
 from megadit.models.ops import ledger
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 CONFIG = DiTConfig(num_layers=1, hidden_size=48, num_attention_heads=2, in_channels=4, crossattn_emb_size=8)

@@ -99,7 +99,7 @@ def test_kinds_of_operations():
 
 
 def test_the_upstream_formula_of_a_pack():
-    from megadit.models.packing.layout import PackLayout
+    from megadit.models.packing.pack_layout import PackLayout
     from megadit.models.packing.segments import Segment
 
     model = resolve_config("digits_tiny").model

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from megadit.infer.inspect.info import _read_run_config, describe_blend
-from megadit.models.configs.sections import TextTowerConfig
+from megadit.models.configs.config import TextTowerConfig
 from megadit.models.shared.documents import OLD_NUMBERS
 from megadit.models.shared.errors import UserError
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN

@@ -11,7 +11,8 @@ import torch
 
 from megadit.models import text_encoders, tokenizers
 from megadit.models.configs.adapter import AdapterConfig
-from megadit.models.configs.sections import ExpertConfig, TextTowerConfig
+from megadit.models.configs.block import ExpertConfig
+from megadit.models.configs.config import TextTowerConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError, first_broken
 from megadit.models.shared.files import write_json

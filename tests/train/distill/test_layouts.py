@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megadit.models.bundle_writer import write_bundle
-from megadit.models.configs.sections import ExpertConfig
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import _read
 from megadit.models.networks.dit import DiT

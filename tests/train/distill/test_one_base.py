@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megadit.models.configs.adapter import AdapterConfig
-from megadit.models.configs.sections import ExpertConfig
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import write_adapter
 from megadit.models.lora.adapters import adapter_state, attach

@@ -13,7 +13,7 @@ from megadit.models.flops import training_flops
 from megadit.models.machine import is_out_of_memory, peak_flops
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.models.networks.dit import DiT
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.config.load import load_config
 from megadit.train.engine.validation import lowest_so_far

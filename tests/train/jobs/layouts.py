@@ -26,12 +26,12 @@ import safetensors.torch  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
 from megadit.models.configs.adapter import AdapterConfig  # noqa: E402
-from megadit.models.configs.config import DiTConfig  # noqa: E402
-from megadit.models.configs.families import CONDITIONING_MODES  # noqa: E402
-from megadit.models.configs.sections import (
-    ExpertConfig,  # noqa: E402
+from megadit.models.configs.block import ExpertConfig  # noqa: E402
+from megadit.models.configs.config import (
+    DiTConfig,  # noqa: E402
     TextTowerConfig,  # noqa: E402
 )
+from megadit.models.configs.families import CONDITIONING_MODES  # noqa: E402
 from megadit.models.diffusion import parameterization
 from megadit.models.diffusion.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.lora.adapters import adapter_key  # noqa: E402
@@ -46,7 +46,7 @@ from megadit.models.networks.attention import WidthNorm  # noqa: E402
 from megadit.models.networks.conditioning import CleanLatents, Conditioning  # noqa: E402
 from megadit.models.networks.registry import build_network  # noqa: E402
 from megadit.models.ops import ledger
-from megadit.models.packing import layout
+from megadit.models.packing import pack_layout as layout
 from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import EmaConfig, ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
@@ -58,7 +58,7 @@ from megadit.train.engine.setup import build_training, start_processes  # noqa: 
 from megadit.train.engine.step import _forward_backward, train_step  # noqa: E402
 from megadit.train.engine.validation import ShardedDenoiser  # noqa: E402
 from megadit.train.objectives import contrast as matching
-from megadit.train.objectives import denoise as loss
+from megadit.train.objectives import losses as loss
 from megadit.train.objectives.networks import TrainingModel  # noqa: E402
 from megadit.train.objectives.registry import objective_of  # noqa: E402
 from megadit.train.optim.state import held  # noqa: E402

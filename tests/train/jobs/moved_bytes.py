@@ -18,7 +18,7 @@ from megadit.models.megatron.parallelism.context import ContextGroups, attend_sh
 from megadit.models.networks.attention import AxialInputs
 from megadit.models.networks.axial import axial_layout, move
 from megadit.models.networks.blocks import BlockInputs, STDiTBlock
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 
 GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}

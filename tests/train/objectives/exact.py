@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig

@@ -13,10 +13,10 @@ from megadit.models.networks.dit import DiT
 from megadit.models.ops import ledger
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.objectives.adversary import critic_loss, towards_real
-from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.denoise import draw_sigma, token_noise
 from megadit.train.objectives.heads import Adversary, head_parameters
+from megadit.train.objectives.losses import edm_loss
 from megadit.train.objectives.networks import TrainingModel
-from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 from tests.train.objectives.test_distillation import DEVIATION, TEACHER, loss, networks, of_normal, pack, sigma_of
 
 CONFIG = DiTConfig(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.objectives import noise_levels
+from megadit.train.objectives import denoise
+from megadit.train.objectives.denoise import draw_sigma, token_noise
 from megadit.train.objectives.distillation import LEAST_TANGENT, _drawn_interval
-from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 from tests.train.objectives.test_distillation import DEVIATION, MEAN, MODEL, TEACHER, pack, sigma_of
 from tests.train.objectives.test_distillation import loss as of_networks
 
@@ -135,6 +135,6 @@ def test_a_tangent_is_that_of_whole_samples(monkeypatch):
         summed.append(sums.clone())
         return 2 * sums
 
-    monkeypatch.setattr(noise_levels, "summed", add)
+    monkeypatch.setattr(denoise, "summed", add)
     loss("continuous_consistency", Student())
     assert len(summed) == 1 and summed[0][1].tolist()[:2] == [4, 8], "tokens of each sample"

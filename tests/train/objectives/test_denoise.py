@@ -15,9 +15,8 @@ from megadit.models.networks.embeddings import patchify, unpatchify
 from megadit.models.networks.initialize import initialize_
 from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.training_sample import TrainingSample
-from megadit.train.objectives.denoise import edm_loss
-from megadit.train.objectives.heads import Uncertainty
-from megadit.train.objectives.noise_levels import token_noise
+from megadit.train.objectives.denoise import token_noise
+from megadit.train.objectives.losses import Uncertainty, edm_loss
 from megadit.train.recipes import load_recipe
 from tests.train.objectives.models import training_model
 

@@ -11,13 +11,13 @@ from megadit.models.diffusion.parameterization import ddpm_sigmas, denoise_packe
 from megadit.models.networks.dit import WHOLE_NETWORK
 from megadit.models.networks.embeddings import patchify
 from megadit.train.config.schema import DiffusionConfig
+from megadit.train.objectives.denoise import draw_sigma, of_tokens
 from megadit.train.objectives.distillation import (
     generated,
     guided,
     sampling_steps,
     student_state,
 )
-from megadit.train.objectives.noise_levels import draw_sigma, of_tokens
 from megadit.train.objectives.registry import OBJECTIVES, OF_STUDENTS
 from tests.train.objectives.exact import DEVIATION, MEAN, MODEL, networks, of_normal, pack, sigma_of
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.training_sample import TrainingSample
-from megadit.train.objectives.noise_levels import draw_sigma, token_noise
+from megadit.train.objectives.denoise import draw_sigma, token_noise
 from megadit.train.objectives.registry import OBJECTIVES
 from tests.train.objectives.exact import MODEL, networks, of_normal
 

@@ -12,7 +12,7 @@ from megadit.models.networks.embeddings import token_sequence
 from megadit.train.config.distill import DistillConfig
 from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.training_sample import State, TrainingSample
-from megadit.train.objectives.noise_levels import sampling_noise
+from megadit.train.objectives.denoise import sampling_noise
 from megadit.train.objectives.registry import OBJECTIVES
 from tests.train.objectives.exact import MODEL, networks, of_normal, pack, sigma_of
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megadit.models.diffusion.parameterization import parameterization_of
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import weighted_error
-from megadit.train.objectives.noise_levels import draw_sigma, token_noise
+from megadit.train.objectives.denoise import draw_sigma, token_noise
+from megadit.train.objectives.losses import weighted_error
 from megadit.train.objectives.registry import OBJECTIVES
 from tests.train.objectives.exact import MODEL, networks, of_normal, pack, sigma_of
 

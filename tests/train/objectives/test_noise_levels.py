@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.objectives.noise_levels import DISTRIBUTIONS, draw_sigma
+from megadit.train.objectives.denoise import DISTRIBUTIONS, draw_sigma
 
 COUNT = 20_000
 LAYOUT = PackLayout.pack([Segment((1, 1, 1), 0)] * COUNT, capacity=COUNT, text_capacity=COUNT)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.config import DiTConfig
-from megadit.models.configs.sections import ExpertConfig
 from megadit.models.diffusion.parameterization import denoise_packed
 from megadit.models.networks.dit import DiT
 from megadit.models.ops.registry import FORCED
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.objectives import tangent
 from megadit.train.objectives.tangent import COMMUNICATIONS, derivative

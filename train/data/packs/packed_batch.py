@@ -18,7 +18,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.host_to_device import Need, SideStream, copy_in_turn, send_with
 from megadit.models.networks.embeddings import token_sequence
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
 from megadit.train.data.packs.conditioning import Drawn, SampleConditioning, draw
 from megadit.train.data.packs.mixup import draw_mixture

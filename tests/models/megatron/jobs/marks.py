@@ -21,8 +21,8 @@ from megatron.core import parallel_state  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from megadit.models.configs.adapter import AdapterConfig  # noqa: E402
+from megadit.models.configs.block import ExpertConfig  # noqa: E402
 from megadit.models.configs.config import DiTConfig  # noqa: E402
-from megadit.models.configs.sections import ExpertConfig  # noqa: E402
 from megadit.models.lora.adapters import adapter_key, attach  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron import plan  # noqa: E402

@@ -33,7 +33,7 @@ from megadit.models.networks.registry import build_network
 from megadit.models.ops import fusion, ledger
 from megadit.models.ops.ledger import recomputed
 from megadit.models.ops.reference import Linear
-from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

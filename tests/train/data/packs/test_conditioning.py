@@ -13,8 +13,8 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.conditioning import KINDS, draw, parse_kinds
 from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
 from megadit.train.data.packs.training_sample import Frames, TrainingSample
-from megadit.train.objectives.denoise import edm_loss
-from megadit.train.objectives.noise_levels import token_noise
+from megadit.train.objectives.denoise import token_noise
+from megadit.train.objectives.losses import edm_loss
 from megadit.train.recipes import load_recipe
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, sigma_data=1.0, conditioning_sigma=0.02)

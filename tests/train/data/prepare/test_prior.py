@@ -29,8 +29,8 @@ from megadit.train.data.prepare import prior
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.dataset.description import read_description
 from megadit.train.distill import pairs
-from megadit.train.objectives.denoise import edm_loss
-from megadit.train.objectives.noise_levels import sampling_noise, token_noise
+from megadit.train.objectives.denoise import sampling_noise, token_noise
+from megadit.train.objectives.losses import edm_loss
 
 from .conftest import MODEL
 
