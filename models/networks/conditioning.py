@@ -61,6 +61,19 @@ class CleanLatents:
         masks = (mask for mask in (self.is_clean_THW, self.marks_MTHW) if mask is not None)
         return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
 
+    def segment(self, config: DiTConfig, text_length: int = 0) -> Segment:
+        """A sample with these conditioning latents; a token is conditioning if all of its latents are, and has the time
+        of the first.
+
+        Raises:
+            UserError: if the latents are not a whole number of patches.
+        """
+        grid, extra_times = config.token_grid(*self.size), self.extra_times
+        times = (*map(float, range(self.size[0] - len(extra_times))), *extra_times) if extra_times else ()
+        edges = F.pad(conditioning_tokens(on_host(self.is_clean_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
+        clean, patch = tuple(zip(edges[::2], edges[1::2], strict=True)), config.patch_temporal
+        return Segment(grid, text_length, clean=clean, times=tuple(time / patch for time in times[::patch]))
+
     @classmethod
     def nothing(cls, x_BCTHW: Tensor) -> "CleanLatents":
         """An all-False mask for videos like `x_BCTHW`."""
@@ -71,23 +84,6 @@ class CleanLatents:
         """Concatenate batches that have the same `places`, or no conditioning latents."""
         first, *_ = parts
         return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
-
-
-def with_conditioning(
-    config: DiTConfig, is_clean_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
-) -> Segment:
-    """Return a sample with conditioning latents (bool THW), the last ones at `extra_times`, in latent frames.
-
-    A token is conditioning if all of its latents are, and has the time of the first.
-
-    Raises:
-        UserError: if the latents are not a whole number of patches.
-    """
-    grid = config.token_grid(*is_clean_THW.shape)
-    times = (*map(float, range(len(is_clean_THW) - len(extra_times))), *extra_times) if extra_times else ()
-    edges = F.pad(conditioning_tokens(on_host(is_clean_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
-    clean, patch = tuple(zip(edges[::2], edges[1::2], strict=True)), config.patch_temporal
-    return Segment(grid, text_length, clean=clean, times=tuple(time / patch for time in times[::patch]))
 
 
 _ON_HOST = WeakTensorKeyDictionary()
@@ -147,7 +143,7 @@ class Conditioning:
         """
         if self.clean is None or not config.conditioning.is_among:
             return Segment(config.token_grid(*size), 0)
-        return with_conditioning(config, self.clean.is_clean_THW, self.clean.extra_times)
+        return self.clean.segment(config)
 
     def null(self) -> "Conditioning":
         """The same videos without their text."""

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.parameterization import EDMDenoiser, denoise_packed
-from megadit.models.networks.conditioning import CleanLatents, Conditioning, with_conditioning
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dense_packs import pack_dense, pad_segments, unpack_dense
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
@@ -93,7 +93,7 @@ def test_tokens_are_given_where_all_of_their_latents_are():
     is_given = torch.zeros(2, 4, 4, dtype=torch.bool)
     is_given[0, :3] = True
     is_given[1, 2:, 2:] = True
-    assert with_conditioning(CONFIG, is_given).clean == ((0, 2), (7, 8))
+    assert CleanLatents(torch.zeros(1, 4, 2, 4, 4), is_given).segment(CONFIG).clean == ((0, 2), (7, 8))
 
 
 @torch.no_grad()

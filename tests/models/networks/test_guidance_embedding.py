@@ -7,7 +7,7 @@ import torch
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.parameterization import EDMDenoiser, denoise_packed
-from megadit.models.networks.conditioning import CleanLatents, Conditioning, with_conditioning
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dense_packs import pack_dense, unpack_dense
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
@@ -63,8 +63,8 @@ def test_a_pack_is_told_what_its_samples_are(name):
     if dit.config.conditioning_sigma is not None:
         is_given = torch.zeros(SIZE, dtype=torch.bool)
         is_given[0] = True
-        assert with_conditioning(dit.config, is_given).clean
         given = CleanLatents(torch.ones(2, dit.config.in_channels, *SIZE), is_given)
+        assert given.segment(dit.config).clean
     x_BCTHW, sigma_B, conditioning = asked(dit, [2.0, 5.0], given)
     pack = pack_dense(x_BCTHW, conditioning, dit.config, 16)
     sigma_G = torch.cat([sigma_B, torch.ones(pack.layout.num_segments - 2)])

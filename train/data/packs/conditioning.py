@@ -3,11 +3,12 @@
 The conditioning mode of a sample, and which latents are clean, are drawn by the sample's key alone. To add a mode, add
 a function and its entry in `KINDS`; sampling builds the same from a user's input (`infer/conditioning/items.py`).
 
-Shapes: C latent channels, T/H/W latent frames, height, width, E extra latents, all clean.
+Shapes: C latent channels, T/H/W latent frames, height, width.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,7 @@ from torch import Tensor
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.noise import Stream, uniform_numbers
-from megadit.models.networks.conditioning import with_conditioning
-from megadit.models.packing.segments import Segment
+from megadit.models.networks.conditioning import CleanLatents
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.train.data.packs.training_sample import TrainingSample
 
@@ -24,27 +24,6 @@ NUM_DRAWS = 10
 """Uniform numbers per sample: for mode, dropout, seven for the mode's function, and the choice of caption."""
 SHARE_OF_IMAGE_TEXTS = 0.75
 """Probability that a sample with conditioning uses its caption for conditioning, if it has one, not the full one."""
-
-
-class SampleConditioning(NamedTuple):
-    """Conditioning of one sample."""
-
-    is_clean_THW: Tensor
-    """bool, True for clean latents: positions of the video's latents, then those of `extra_CTHW`."""
-    extra_CTHW: Tensor | None = None
-    """Latents of frames encoded as images, or of the source clip of an edit."""
-    extra_times: tuple[float, ...] = ()
-    """Times of the extra latents, in latent frames."""
-
-    def segment(self, model: DiTConfig, text_length: int) -> Segment:
-        """Segment of the sample's tokens; see `with_conditioning`."""
-        return with_conditioning(model, self.is_clean_THW, self.extra_times, text_length)
-
-    def latents(self, sample: TrainingSample) -> Tensor:
-        """All latents of a sample, [C, T + E, H, W]."""
-        if self.extra_CTHW is None:
-            return sample.latent_CTHW
-        return torch.cat([sample.latent_CTHW, self.extra_CTHW.to(sample.latent_CTHW.dtype)], dim=1)
 
 
 Draws = Sequence[float]
@@ -55,27 +34,39 @@ def _nothing(sample: TrainingSample) -> Tensor:
     return torch.zeros(sample.latent_CTHW.shape[1:], dtype=torch.bool)
 
 
-def _first(sample: TrainingSample, count: int) -> SampleConditioning | None:
+def _clean(
+    sample: TrainingSample, is_clean_THW: Tensor, extra_CTHW: Tensor | None = None, times: tuple[float, ...] = ()
+) -> CleanLatents:
+    """The latents of a sample as a batch of one, with clean ones of frames encoded as images, or of the source clip of
+    an edit, after them."""
+    latents_CTHW = sample.latent_CTHW
+    if extra_CTHW is not None:
+        latents_CTHW = torch.cat([latents_CTHW, extra_CTHW.to(latents_CTHW.dtype)], dim=1)
+        is_clean_THW = torch.cat([is_clean_THW, torch.ones(extra_CTHW.shape[1:], dtype=torch.bool)])
+    return CleanLatents(latents_CTHW[None], is_clean_THW, times)
+
+
+def _first(sample: TrainingSample, count: int) -> CleanLatents | None:
     """Condition on the first `count` latent frames, if others follow."""
     is_clean_THW = _nothing(sample)
     is_clean_THW[:count] = True
-    return SampleConditioning(is_clean_THW) if 0 < count < len(is_clean_THW) else None
+    return _clean(sample, is_clean_THW) if 0 < count < len(is_clean_THW) else None
 
 
-def first_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def first_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """Image-to-video: the first latent frame, which a causal tokenizer encodes from the first frame alone."""
     return _first(sample, model.patch_temporal)
 
 
-def prefix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def prefix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """Video continuation: one or more latent frames at the start."""
     return _first(sample, _frames(sample, draws[0], model))
 
 
-def suffix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def suffix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """One or more latent frames at the end."""
     part = _first(sample, _frames(sample, draws[0], model))
-    return part and SampleConditioning(part.is_clean_THW.flip(0))
+    return part and replace(part, is_clean_THW=part.is_clean_THW.flip(0))
 
 
 def _frames(sample: TrainingSample, draw: float, model: DiTConfig) -> int:
@@ -84,7 +75,7 @@ def _frames(sample: TrainingSample, draw: float, model: DiTConfig) -> int:
     return pt * (1 + int(draw * (sample.latent_CTHW.shape[1] // pt - 1)))
 
 
-def last_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def last_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """The last frame, encoded as an image; in a quarter of the samples also the first latent frame."""
     if sample.frames is None:
         return None
@@ -92,7 +83,7 @@ def last_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> Sample
     return _with_frames(sample, [last], with_first=draws[0] < 0.25, model=model)
 
 
-def keyframes(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def keyframes(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """Frames encoded as images, each with probability 1/2; in half of the samples also the first latent frame."""
     if sample.frames is None:
         return None
@@ -103,16 +94,14 @@ def keyframes(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleC
 
 def _with_frames(
     sample: TrainingSample, chosen: Sequence[int], *, with_first: bool, model: DiTConfig
-) -> SampleConditioning | None:
+) -> CleanLatents | None:
     is_clean_THW = _nothing(sample)
     is_clean_THW[: model.patch_temporal if with_first else 0] = True
-    extra_CTHW = sample.frames.latents_CTHW[:, list(chosen)]
-    is_extra_THW = torch.ones(extra_CTHW.shape[1:], dtype=torch.bool)
     times = tuple(sample.frames.times[index] for index in chosen)
-    return SampleConditioning(torch.cat([is_clean_THW, is_extra_THW]), extra_CTHW, times)
+    return _clean(sample, is_clean_THW, sample.frames.latents_CTHW[:, list(chosen)], times)
 
 
-def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """All but a box of 1/4 to 1 of each side; in half of the videos the box covers only a part of the time."""
     targets = []
     patches = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
@@ -123,21 +112,19 @@ def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleCon
         targets.append(slice(patch * first, patch * (first + length)))
     is_clean_THW = ~_nothing(sample)
     is_clean_THW[tuple(targets)] = False
-    return SampleConditioning(is_clean_THW) if is_clean_THW.any() else None
+    return _clean(sample, is_clean_THW) if is_clean_THW.any() else None
 
 
-def edit(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
+def edit(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLatents | None:
     """The source clip of an edit, aligned with the target frame by frame (InstructPix2Pix, arXiv 2211.09800, but as
     extra tokens rather than channels)."""
     if sample.reference_CTHW is None:
         return None
     source_CTHW = sample.reference_CTHW
-    is_source_THW = torch.ones(source_CTHW.shape[1:], dtype=torch.bool)
-    is_clean_THW = torch.cat([_nothing(sample), is_source_THW])
-    return SampleConditioning(is_clean_THW, source_CTHW, tuple(map(float, range(source_CTHW.shape[1]))))
+    return _clean(sample, _nothing(sample), source_CTHW, tuple(map(float, range(source_CTHW.shape[1]))))
 
 
-KINDS: dict[str, Callable[[TrainingSample, Draws, DiTConfig], SampleConditioning | None]] = {
+KINDS: dict[str, Callable[[TrainingSample, Draws, DiTConfig], CleanLatents | None]] = {
     "first_frame": first_frame,
     "last_frame": last_frame,
     "keyframes": keyframes,
@@ -152,7 +139,7 @@ KINDS: dict[str, Callable[[TrainingSample, Draws, DiTConfig], SampleConditioning
 class Drawn(NamedTuple):
     """Conditioning and text drawn for one sample."""
 
-    part: SampleConditioning | None
+    clean: CleanLatents | None
     text_LE: Tensor
     keeps_text: bool | None
     """Whether the text is kept; None without conditioning: `data.text_dropout` applies."""

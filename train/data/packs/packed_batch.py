@@ -20,7 +20,7 @@ from megadit.models.host_to_device import Need, SideStream, copy_in_turn, send_w
 from megadit.models.networks.embeddings import token_sequence
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
-from megadit.train.data.packs.conditioning import Drawn, SampleConditioning, draw
+from megadit.train.data.packs.conditioning import Drawn, draw
 from megadit.train.data.packs.mixup import draw_mixture
 from megadit.train.data.packs.training_sample import TrainingSample
 
@@ -257,7 +257,7 @@ class PackFormat:
         ]
         layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
         num_padding = layout.num_segments - len(samples)
-        latents = [self._latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]
+        latents = [self._latents(sample, one) for sample, one in zip(samples, drawn, strict=True)]
         mixture = draw_mixture(layout.segments, keys, self.mixup)
         extra_G = {name: self._extra(name, samples, num_padding) for name in self.extras}
         if self.mixup:
@@ -275,9 +275,9 @@ class PackFormat:
             extra_G=extra_G,
         )
 
-    def _latents(self, sample: TrainingSample, part: SampleConditioning | None) -> Tensor:
-        if part is not None:
-            return part.latents(sample)
+    def _latents(self, sample: TrainingSample, drawn: Drawn) -> Tensor:
+        if drawn.clean is not None:
+            return drawn.clean.latents_BCTHW[0]
         return sample.state.latent_CTHW if "sigma" in self.extras else sample.latent_CTHW
 
     def _extra(self, name: str, samples: Sequence[TrainingSample], num_padding: int) -> Tensor:
@@ -291,8 +291,8 @@ class PackFormat:
 
     def _segment(self, sample: TrainingSample, drawn: Drawn, *, keeps_text: bool) -> Segment:
         text_length = len(drawn.text_LE) if keeps_text else 0
-        if drawn.part is not None:
-            return drawn.part.segment(self.model, text_length)
+        if drawn.clean is not None:
+            return drawn.clean.segment(self.model, text_length)
         return Segment(self.model.sample_grid(*sample.latent_CTHW.shape[1:]), text_length)
 
     def _keeps_text(self, samples: Sequence[TrainingSample], keys: list[int]) -> list[bool]:

@@ -58,7 +58,7 @@ def test_every_use_gives_a_part_and_wants_another(kind, draws):
     assert part.is_clean_THW.any() and not part.is_clean_THW[:3].all()
     extra = len(part.is_clean_THW) - 3
     assert extra == len(part.extra_times) and part.is_clean_THW[3:].all()
-    assert torch.equal(part.latents(clip)[:, :3], clip.latent_CTHW)
+    assert torch.equal(part.latents_BCTHW[0, :, :3], clip.latent_CTHW)
     segment = part.segment(MODEL, 2)
     assert segment.num_tokens == (3 + extra) * 16 and len(segment.times) == (3 + extra if extra else 0)
 
@@ -74,7 +74,7 @@ def test_shares_are_those_asked_for():
     counts = Counter()
     for index in range(4000):
         drawn = draw(sample(), sample_key(1, f"{index}", 0), ALL[:3], (0.05, 0.1, 0.15), MODEL)
-        counts["none" if drawn.keeps_text is None else f"{drawn.part is not None} {drawn.keeps_text}"] += 1
+        counts["none" if drawn.keeps_text is None else f"{drawn.clean is not None} {drawn.keeps_text}"] += 1
     # two thirds of the samples have a use... of which 70 % lose nothing; deviations of 4,000 draws are below .008
     expected = {"none": 0.5, "True True": 0.35, "False True": 0.025, "True False": 0.05, "False False": 0.075}
     for name, share in expected.items():
@@ -82,10 +82,10 @@ def test_shares_are_those_asked_for():
 
 
 def test_a_clip_to_edit_is_for_edits_alone():
-    uses = {draw(sample(is_edit=True), index, ALL, (0, 0, 0), MODEL).part.extra_times for index in range(50)}
+    uses = {draw(sample(is_edit=True), index, ALL, (0, 0, 0), MODEL).clean.extra_times for index in range(50)}
     assert uses == {(0.0, 1.0, 2.0)}
     none = draw(sample(is_edit=True), 5, ALL[:-1], (0, 0, 0), MODEL)
-    assert none.part is None and none.keeps_text is None
+    assert none.clean is None and none.keeps_text is None
 
 
 def test_a_caption_for_what_is_given_stands_where_something_is():
@@ -93,7 +93,7 @@ def test_a_caption_for_what_is_given_stands_where_something_is():
     for index in range(2000):
         one = replace(sample(), image_text_LE=torch.zeros(1, MODEL.crossattn_emb_size))
         drawn = draw(one, sample_key(2, f"{index}", 0), ALL[:2], (0.1, 0.0, 0.0), MODEL)
-        counts[drawn.part is not None, len(drawn.text_LE)] += 1
+        counts[drawn.clean is not None, len(drawn.text_LE)] += 1
     given = counts[True, 1] + counts[True, 3]
     assert counts[False, 1] == 0 and counts[True, 1] / given == pytest.approx(0.75, abs=0.06)
 
