@@ -6,6 +6,7 @@ Both networks have equal width, depth, heads, tokens and text, and random weight
 each round gives a ratio to diffusers' network in torch; figures: infer/BENCHMARKS.md.
 """
 
+import re
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from megadit.export.networks import DenoiserGraph
+from megadit.export.quantize import quantise, recorded_ranges
 from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.export.to_onnx import export_onnx
 from megadit.infer.benchmarks.beside_diffusers import (
@@ -47,6 +49,7 @@ from megadit.models.shared.files import write_json
 
 SIGMA = 1.0
 BASELINE = "diffusers, torch"
+EIGHT_BITS = "megadit in int8"
 CPU = torch.device("cpu")
 
 
@@ -92,12 +95,17 @@ def contestants(setting: Setting, folder: Path) -> Iterator[tuple[str, Callable[
     graph = DenoiserGraph(EDMDenoiser(ours)).eval().requires_grad_(False)
     yield BASELINE, lambda: diffusers(**theirs_named)
     yield "megadit, torch", lambda: eager(x, sigma, conditioning)
+    with recorded_ranges(ours) as ranges:
+        eager(x, sigma, conditioning)
     for who, network, held, spec in (
         ("diffusers", diffusers, theirs_named, fixed_spec(theirs_named)),
         ("megadit", graph, named, dynamic_spec(setting, named)),
+        (EIGHT_BITS, graph, named, dynamic_spec(setting, named)),
     ):
         path, traced = folder / f"{who}.onnx", sample_inputs(spec, trace_sizes(spec))
         export_onnx(network, spec, traced, path, metadata={"megadit_version": metadata.version("megadit")})
+        if who == EIGHT_BITS:
+            quantise(path, ranges, "int8")
         for runtime, open_network in (
             ("ONNX Runtime", lambda path, spec: OnnxNetwork(path, spec, device=CPU)),
             ("OpenVINO", OpenVinoNetwork),
@@ -105,8 +113,9 @@ def contestants(setting: Setting, folder: Path) -> Iterator[tuple[str, Callable[
             with suppress(UserError):  # not installed
                 opened = open_network(path, spec)
                 yield f"{who}, {runtime}", lambda opened=opened, held=held: opened(held, tuple(x.shape))
-        compiled = torch.compile(network)
-        yield f"{who}, torch.compile with freezing", lambda compiled=compiled, held=held: compiled(**held)
+        if who != EIGHT_BITS:
+            compiled = torch.compile(network)
+            yield f"{who}, torch.compile with freezing", lambda compiled=compiled, held=held: compiled(**held)
 
 
 def fixed_spec(inputs: dict[str, Tensor]) -> NetworkSpec:
@@ -141,7 +150,7 @@ def measure(setting: Setting, rounds: int) -> list[Timed]:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(freezing=True):
         calls = dict(contestants(setting, Path(folder)))
         exact = {who: calls[f"{who}, torch"]() for who in ("diffusers", "megadit")}
-        errors = {name: _error(call(), exact[name.partition(",")[0]]) for name, call in calls.items()}
+        errors = {name: _error(call(), exact[re.split(" in |,", name)[0]]) for name, call in calls.items()}
         seconds = in_turns(calls, rounds, _processor_seconds, "timing sampling calls")
     timed = [
         Timed(name=name, seconds=of_call, of_baseline=seconds[BASELINE], error=errors[name])

@@ -7,7 +7,8 @@ precision (as in NVIDIA's recipes for diffusion transformers).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,24 +67,31 @@ def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) 
     if not prompts:
         raise UserError("calibration needs at least one prompt")
     dits = [load_network(bundle.path / network, dtype=torch.float32) for network in bundle.networks]
-    linears = quantised_linears(dits[DENOISERS.index(name)])
-    largest = dict.fromkeys(linears, 0.0)
-    handles = [module.register_forward_pre_hook(_recorder(largest, name)) for name, module in linears.items()]
     settings = bundle.defaults
     settings = replace(
         settings, num_steps=min(settings.num_steps, CALIBRATION_STEPS), autoguidance="", cache_budget=0.0
     )
-    try:
+    with recorded_ranges(dits[DENOISERS.index(name)]) as ranges:
         for seed, prompt in enumerate(prompts):
             list(
                 _pipeline(bundle, dits).stream(
                     [prompt], settings, seeds=seed, conditioning=required_conditioning(bundle)
                 )
             )
+    return ranges
+
+
+@contextmanager
+def recorded_ranges(dit: nn.Module) -> Iterator[dict[str, float]]:
+    """The largest input magnitude of each quantised linear in the calls within this context."""
+    linears = quantised_linears(dit)
+    largest = dict.fromkeys(linears, 0.0)
+    handles = [module.register_forward_pre_hook(_recorder(largest, name)) for name, module in linears.items()]
+    try:
+        yield largest
     finally:
         for handle in handles:
             handle.remove()
-    return largest
 
 
 def _pipeline(bundle: Bundle, dits: Sequence[DiT]) -> TextToVideo:

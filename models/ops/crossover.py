@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata
 
 import torch
 
@@ -113,7 +114,8 @@ def describe_crossovers() -> dict[str, str]:
 
 def _machine() -> str:
     held = {name: os.environ[name] for name in INSTRUCTIONS if name in os.environ}
-    return json.dumps((processor(), torch.backends.cpu.get_cpu_capability(), held, torch.__version__))
+    versions = torch.__version__, metadata.version("megadit")  # both sides of a race are code of one of them
+    return json.dumps((processor(), torch.backends.cpu.get_cpu_capability(), held, *versions))
 
 
 def _read_all(path: os.PathLike) -> dict:

@@ -31,12 +31,16 @@ def test_every_contestant_samples_and_is_compared(small, tmp_path, monkeypatch):
     runtimes = ("torch", "ONNX Runtime", "OpenVINO", "torch.compile with freezing")
     assert found.keys() == {
         *(f"{who}, {runtime}" for who in ("megadit", "diffusers") for runtime in runtimes),
+        *(f"{benchmark_cpu.EIGHT_BITS}, {runtime}" for runtime in ("ONNX Runtime", "OpenVINO")),
         "megadit, training step",
     }
     assert figures["machine"]["threads"] == 1
     for name, one in found.items():
         assert len(one["seconds"]) == 2 and all(second > 0 for second in one["seconds"])
-        assert one["error"] is None if name.endswith("step") else one["error"] < 1e-4, name
+        if name.startswith(benchmark_cpu.EIGHT_BITS):
+            assert found[name.replace(" in int8", "")]["error"] < one["error"] < 5e-2, "rounded, and to eight bits"
+        else:
+            assert one["error"] is None if name.endswith("step") else one["error"] < 1e-4, name
     assert set(found[benchmark_cpu.BASELINE]["of_baseline"]) == set(found[benchmark_cpu.BASELINE]["seconds"])
 
 
@@ -48,8 +52,9 @@ def test_a_runtime_that_is_not_there_is_left_out(small, tmp_path, monkeypatch):
     monkeypatch.setattr(
         benchmark_cpu, "OnnxNetwork", lambda path, spec, device: lambda inputs, shape: torch.ones(shape)
     )
-    monkeypatch.setattr(benchmark_cpu, "export_onnx", lambda *_, **__: None)
+    for step in ("export_onnx", "quantise"):
+        monkeypatch.setattr(benchmark_cpu, step, lambda *_, **__: None)
     monkeypatch.setattr(benchmark_cpu.torch, "compile", lambda network: network)
     timed = benchmark_cpu.measure(benchmark_cpu.COSMOS, 1)
-    assert not [one for one in timed if "OpenVINO" in one.name] and len(timed) == 7
+    assert not [one for one in timed if "OpenVINO" in one.name] and len(timed) == 8
     assert all(one.error > 0.1 for one in timed if "ONNX" in one.name), "what computes something else is seen"

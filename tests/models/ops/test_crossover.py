@@ -103,12 +103,14 @@ def test_the_first_one_measures_and_the_others_read(ratios, tmp_path):
     assert len(ratios["races"]) == len(SIZES) * len(CROSSOVERS) and linear.PRODUCT.size == SIZES[0]
 
 
-@pytest.mark.parametrize("what", ["instructions", "name"])
+@pytest.mark.parametrize("what", ["instructions", "name", "version"])
 def test_another_machine_is_measured_by_itself(ratios, tmp_path, monkeypatch, what):
     tune_for_cpu()
     ratios[linear.PRODUCT.name] = dict.fromkeys(SIZES, 2.0)
     if what == "instructions":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # as none of tests/machines.sh
+    elif what == "version":
+        monkeypatch.setattr(crossover.metadata, "version", lambda name: f"the next of {name}")
     else:
         monkeypatch.setattr(crossover, "processor", lambda: "another")
     tune_for_cpu()
