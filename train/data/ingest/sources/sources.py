@@ -6,9 +6,10 @@ found in the folder are opened.
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +27,7 @@ from megadit.models.shared.captions import (
 )
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.lines import LongList
 from megadit.train.data.ingest.plan import Kind, Skip, Source
 from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder, stem_of
 from megadit.train.data.ingest.sources.layouts import (
@@ -54,7 +56,7 @@ MOVES = "picture that moves, its first frame is used (megadit prepare videos use
 NEW, LEFT_OUT, READ = -1, -2, -3
 """States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
 SEVERAL = -1
-"""Replaces the hash of a span where rows describe several spans of a source."""
+"""Replaces the hash of a span where rows describe several spans of a source, which has no captions then."""
 MASKS = ("-masklabel", "-condlabel")
 """Ends of names, before the suffix, of pictures that OneTrainer keeps beside those it trains on."""
 _NUMBERED = re.compile(r"\d+[_.] *(?=\D)")
@@ -113,6 +115,8 @@ class _Lister:
     """Use of each of the folder's names, in their order: a number in the listing, or `NEW`, `LEFT_OUT` or `READ`."""
     _spans: array = field(default_factory=lambda: array("q"))
     """The span that the captions of each source describe, as a hash; 0: not stated."""
+    _more: LongList[Sequence] = field(default_factory=lambda: LongList(tuple, itemgetter(0)))
+    """(Number, caption, ...) of further rows of a source: added to it one by one, they would take quadratic time."""
     _moving: set[str] = field(default_factory=set)
     """Pictures of several frames."""
     _scopes: dict[str, str] = field(default_factory=dict)
@@ -136,6 +140,7 @@ class _Lister:
             for each in found:
                 if each.base.partition("/")[0] not in others:
                     self._read_table(each, is_named=table is not None)
+            self._add_more_captions()
         trainers = read_trainers(self.folder)
         for name in trainers.names:
             self._mark(name, READ)
@@ -251,14 +256,19 @@ class _Lister:
         if is_new:
             self._add(name, captions, score, span)
         elif captions:
-            source, before = self.listing.sources[use], self._spans[use]
-            if span and before and span != before:  # each is of another part
-                self._spans[use], every = SEVERAL, ("",)
-            else:
-                every = dict.fromkeys((*source.captions, *captions))
-            caption, *more = every
-            self.listing.sources[use] = replace(source, caption=caption, more_captions=tuple(more))
+            if span and self._spans[use] not in (0, span):
+                self._spans[use] = SEVERAL
+            self._more.append((use, *captions))
         return True
+
+    def _add_more_captions(self) -> None:
+        """Give the sources the captions of `_more`."""
+        self._more.sort()
+        for use, rows in groupby(self._more, itemgetter(0)):
+            source = self.listing.sources[use]
+            every = dict.fromkeys(chain(source.captions, *(captions for _, *captions in rows)))
+            caption, *more = [""] if self._spans[use] == SEVERAL else every
+            self.listing.sources[use] = replace(source, caption=caption, more_captions=tuple(more))
 
     def _in_order(self, files: Iterable[str]) -> list[str]:
         """Sort columns of files: those of this kind first."""

@@ -295,6 +295,15 @@ def test_several_captions_of_a_clip(tmp_path):
         captions(tmp_path, caption_columns="text,shrt")
 
 
+def test_a_source_is_written_again_once_however_many_its_captions(tmp_path):
+    """The captions of a row are not copied with each row after it."""
+    texts = [f"a cat of {number:04d}" for number in range(400)]
+    write(tmp_path, A | B | {"captions.json": [{"file": "a.png", "text": text} for text in texts]})
+    listing = list_folder(tmp_path, "image")
+    assert listing.sources[0].captions == tuple(texts)
+    assert listing.sources._end < 4 * len("".join(texts))
+
+
 def test_commas_of_a_caption_need_no_quotes_where_it_is_last(tmp_path):
     write(tmp_path, A | {"metadata.csv": "file_name,text\na.png,a cat, red, sitting\n"})
     assert captions(tmp_path) == {"a.png": ("a cat, red, sitting",)}
