@@ -50,7 +50,7 @@ class GenerateOptions(ConditioningOptions):
     )
     prompt_file: str = _path(
         "file of further prompts: .txt, one a line, # begins a comment; .jsonl, each line an object with "
-        '"prompt" and settings of that prompt; .json, a list of either'
+        '"prompt" and settings of that prompt; .json or .yaml, a list of either'
     )
     adapter: Sequence[str] = setting(
         (),

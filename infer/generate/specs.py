@@ -20,7 +20,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.named import parse_adapters, split_expert
 from megadit.models.shared.captions import encoding_of
 from megadit.models.shared.cli.setting import check_json, settings_of, under_own_names
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import check_yaml, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import MAX_MEDIA_BYTES, read_limited, sha256_of
 
@@ -159,12 +159,15 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
             ]
         case ".json":
             return _listed(path, parse_json(text, path, is_by_hand=True))
+        case ".yaml" | ".yml":
+            check_yaml(text, path)
+            return _listed(path, parse_yaml(text, path))
         case ".txt" | "":
             for number, line in numbered:
                 found = _FLAG.search(line)
                 refuse(found, f"{path}, line {number}: {found and found[1]!r} is {_NO_FLAG}")
             return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
-    raise UserError(f"{path}: give prompts in a file that ends in .txt (one a line), .jsonl or .json (a list)")
+    raise UserError(f"{path}: give prompts in a file that ends in .txt (one a line), .jsonl, .json or .yaml (a list)")
 
 
 def prompts_alone(path: str) -> list[str]:
@@ -186,7 +189,7 @@ COMMENT = "#"
 
 
 def _listed(path: str, values: Any) -> list[dict[str, Any]]:
-    """Prompts of a JSON list of texts, or of objects as a line of a .jsonl file holds one."""
+    """Prompts of a list of texts, or of objects as a line of a .jsonl file holds one."""
     if not isinstance(values, list):
         raise UserError(f'{path} must be a list, such as ["a red seven", {{"prompt": "a blue two", "seed": 3}}]')
     numbered = [(f"{path}, number {number}", value) for number, value in enumerate(values, start=1)]

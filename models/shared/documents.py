@@ -96,8 +96,9 @@ def _string_or_blank(found: re.Match[str]) -> str:
     return found["string"] or " "
 
 
-def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The value of an untrusted YAML document, with plain values only.
+def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_text: bool = False) -> Any:
+    """The value of an untrusted YAML document, with plain values only; with `is_text` these are texts as they are
+    written, or None: a clip may be called 0001, and `no` may be its caption.
 
     Aliases (`*name`) are rejected: a few lines of them can expand to more values than memory holds.
 
@@ -107,7 +108,7 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> 
     check_size(len(text), where, max_bytes)
     try:
         _check_depth((_step(event, where) for event in yaml.parse(text, Loader=_LOADER)), where)
-        return yaml.load(text, Loader=_LOADER)
+        return yaml.load(text, Loader=_TextLoader if is_text else _Loader)
     except UserError:
         raise
     except (ValueError, yaml.YAMLError) as error:
@@ -177,6 +178,21 @@ def check_size(num_bytes: int, where: str, max_bytes: int) -> None:
 
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_LOADER):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise ValueError(f"line {node.start_mark.line + 1}: an object has a name twice; give it once")
+        return found
+
+
+class _TextLoader(_Loader):
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's name)
+        first: [(tag, form) for tag, form in found if tag.endswith(":null")]
+        for first, found in _LOADER.yaml_implicit_resolvers.items()
+    }
 
 
 def _check_depth(steps: Iterable[int], where: str) -> None:

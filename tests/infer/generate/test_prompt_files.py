@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ PROMPT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_si
     st.lists(PROMPT, min_size=1),
     st.sampled_from(["\n", "\r\n", "\r"]),
     st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
-    st.sampled_from(["txt", "jsonl", "json"]),
+    st.sampled_from(["txt", "jsonl", "json", "yaml"]),
 )
 def test_each_prompt_is_a_line_in_any_encoding(tmp_path_factory, prompts, end, encoding, suffix):
     """Of separators of lines in Unicode, such as U+2028, prompts and JSON may hold all but those of files."""
@@ -29,6 +30,7 @@ def test_each_prompt_is_a_line_in_any_encoding(tmp_path_factory, prompts, end, e
         "txt": end.join(prompts),
         "jsonl": end.join(json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts),
         "json": json.dumps(prompts, ensure_ascii=False, indent=1),
+        "yaml": yaml.safe_dump(prompts, allow_unicode=True),
     }[suffix]
     path.write_bytes(written.encode(encoding))
     assert [line["prompt"] for line in prompt_lines(str(path))] == prompts
@@ -57,6 +59,21 @@ def test_a_url_is_no_folder_to_write_to(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="s3://bucket/a.mp4 is a URL"):
         output_paths("s3://bucket/a.mp4", [])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_file_of_yaml(tmp_path):
+    path = tmp_path / "prompts.yml"
+    path.write_text("# a comment\n- a red seven\n- prompt: a blue two\n  seed: 3\n")
+    assert prompt_lines(str(path)) == [{"prompt": "a red seven"}, {"prompt": "a blue two", "seed": 3}]
+    for content, message in {
+        "- {prompt: a, seed: 3, seed: 4}": "line 1: an object has a name twice",
+        "- {prompt: a, seed: 010}": "010 is 8 to YAML",
+        "- &a b\n- *a": "has aliases",
+        "- !!python/object/apply:os.getcwd []": "could not determine a constructor",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            prompt_lines(str(path))
 
 
 @pytest.mark.parametrize("name", ["prompts.json", "prompts.jsonl"])

@@ -2,10 +2,10 @@
 
 | layout | of |
 |---|---|
-| `clip.mp4.json`, `clip.json`, `clip.txt`, `clip.caption`, `clip.mp4.txt`, `clip.TXT` | megadit, kohya, musubi |
+| `clip.mp4.json`, `clip.json`, `.yaml`, `.txt`, `.caption`, `clip.mp4.txt`, `clip.TXT` | megadit, kohya, musubi |
 | `labels/clip.txt` for `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
 | `prompt.txt` for `videos.txt`, line by line | finetrainers, CogVideo |
-| `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet`, `.csv.gz` in any folder | Hugging Face, DiffSynth, kohya |
+| `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.yaml`, `.parquet`, `.csv.gz` anywhere | Hugging Face, DiffSynth, kohya |
 | any other table with captions whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
 | `captions.txt` as a CSV, or without a header a file and its caption in a line | Flickr8k |
 | `*.toml` with `caption_extension`, and with folders of masks and conditions | kohya, musubi, diffusion-pipe |
@@ -30,16 +30,16 @@ from megadit.models.shared.captions import (
     score_in,
     texts_of,
 )
-from megadit.models.shared.documents import parse_loose_json
+from megadit.models.shared.documents import parse_loose_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.sources.listing import Reading
-from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table, table_name
+from megadit.train.data.ingest.sources.rows import TABLES, YAML, lines_of, open_text, read_table, table_name
 from megadit.train.data.ingest.sources.sniff import NEVER, is_media_name
 from megadit.train.dataset.places import is_url
 
 METADATA = "metadata"
-SIDE_SUFFIXES = (".json", ".txt", ".caption")
+SIDE_SUFFIXES = (".json", ".txt", ".caption", *YAML)
 MEDIA_FOLDERS = frozenset("videos video images image clips media".split())
 TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "txt", "annotations")
 FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
@@ -49,7 +49,7 @@ CONDITION_FOLDERS = ("control_directory", "conditioning_data_dir", "control_path
 LOOKED_AT = 20
 """Number of rows by which it is decided whether a table names files of the folder."""
 MOST_DOCUMENTS = 64
-"""JSON documents of one folder that are opened to see whether they are tables."""
+"""Documents of JSON or YAML of one folder that are opened to see whether they are tables."""
 SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "validate", "dev", "eval"),
@@ -109,7 +109,7 @@ def find_tables(folder: Folder, split: str, reading: Reading) -> list[Table]:
             continue
         if split_of(name, is_file=True) not in (None, split):
             continue
-        documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() == ".json")
+        documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() in (".json", *YAML))
         if documents[path.parent] <= MOST_DOCUMENTS and _is_of_captions(folder, table := _table(folder, name), reading):
             others.append(table)
     return [*metadata, *_lists(folder), *others]
@@ -249,10 +249,14 @@ def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, 
         ValueError: if it is broken, or of another encoding.
     """
     text = decoded(content, reading.caption_encoding).strip()
-    if PurePosixPath(name).suffix.lower() != ".json":
+    suffix = PurePosixPath(name).suffix.lower()
+    if suffix in YAML:
+        values = parse_yaml(text, "it", is_text=True)
+    elif suffix == ".json":
+        values = parse_loose_json(text, "it", is_finite=False) if text else {}
+    else:
         text.encode()
         return (() if is_blank(text) else (text,)), None
-    values = parse_loose_json(text, "it", is_finite=False) if text else {}
     if isinstance(values, dict):
         columns = tuple(column for column in reading.columns if column in values)
         return captions_in(values, columns) or (), score_in(values)

@@ -1,4 +1,4 @@
-"""Rows of tables: CSV with any separator, JSON lines and JSON, also compressed by gzip, and Parquet."""
+"""Rows of tables: CSV with any separator, JSON lines, JSON and YAML, also compressed by gzip, and Parquet."""
 
 import csv
 import gzip
@@ -11,14 +11,15 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from megadit.models.shared.captions import caption_columns, encoding_of, file_columns, with_files
-from megadit.models.shared.documents import MAX_BYTES, check_size, parse_loose_json
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_loose_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.sources.files import open_file
 from megadit.train.data.ingest.sources.parquet import read_parquet
 from megadit.train.data.ingest.sources.sniff import is_media_name
 
 JSON = (".jsonl", ".ndjson", ".json")
-TABLES = (".csv", ".tsv", *JSON, ".parquet")
+YAML = (".yaml", ".yml")
+TABLES = (".csv", ".tsv", *JSON, ".parquet", *YAML)
 _GZIP = ".gz"
 _MOST_UNFOLDED, _FREE_BYTES = 100, 1 << 26
 """Maximum bytes of a table for each byte of its compressed file, and in addition to these: a few kilobytes may hold
@@ -69,6 +70,10 @@ def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
             with open_text(path, encoding) as file:
                 content = file.read(MAX_JSON_BYTES + 1)
             document = parse_loose_json(content, path, max_bytes=MAX_JSON_BYTES, is_finite=False)
+            yield from (_row(row, path) for row in json_rows(document))
+        elif suffix in YAML:
+            with open_text(path, encoding) as file:
+                document = parse_yaml(file.read(MAX_BYTES + 1), path, is_text=True)
             yield from (_row(row, path) for row in json_rows(document))
         else:
             raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
@@ -187,13 +192,13 @@ def _likelihood(header: str, separator: str) -> tuple[bool, int]:
 
 
 def json_rows(document: Any) -> Iterator[Any]:
-    """The rows in a JSON document: a list, one inside an object, columns (also apart from rows, as pandas splits them),
-    objects by the names of their files, or the pictures and annotations of COCO and MSR-VTT."""
+    """The rows in a document of JSON or YAML: a list, one inside an object, columns (also apart from rows, as pandas
+    splits them), objects by the names of their files, or the pictures and annotations of COCO and MSR-VTT."""
     if isinstance(document, list):
         yield from document
         return
     if not isinstance(document, dict):
-        raise UserError("a table in JSON is a list of rows, or an object")
+        raise UserError("a table in JSON or YAML is a list of rows, or an object")
     for files, texts, key, name in (
         ("images", "annotations", "image_id", "file_name"),
         ("videos", "sentences", "video_id", "video_id"),

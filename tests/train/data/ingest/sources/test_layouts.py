@@ -82,6 +82,9 @@ BESIDE = {
     "nothing that is seen": ({"a.txt": "\0 \x1b\u200b"}, ()),
     "nothing that is seen, in json": ({"a.json": {"caption": ["\0\x7f", "a cat"]}}, ("a cat",)),
     "not a number": ({"a.json": '{"caption": NaN}'}, ()),
+    "yaml": ({"a.yaml": "# by hand\ncaption: a cat\nscore: 010\n"}, ("a cat",)),
+    "yaml of a text": ({"a.yml": "a cat\n"}, ("a cat",)),
+    "yaml of what is no text": ({"a.png.yaml": "captions: [no, 2024-01-01, 0x10, ~]"}, ("no", "2024-01-01", "0x10")),
     "conversation": (
         {"a.json": {"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a cat"}]}},
         ("a cat",),
@@ -228,6 +231,9 @@ TABLES = {
     "without suffixes": {"metadata.csv": "file_name,text\na,a cat\nb,a dog\n"},
     "ltx": {"captions.json": [{"media_path": f"{text[0]}.png", "caption": text[1:]} for text in ("aa cat", "ba dog")]},
     "by file": {"captions.json": {"a.png": "a cat", "b.png": "a dog"}},
+    "yaml by file": {"captions.yaml": "a.png: a cat\nb.png:\n  caption: a dog\n"},
+    "yaml of rows": {"any.yml": "- file: a.png\n  caption: a cat\n- {file: b.png, caption: a dog}\n"},
+    "yaml of texts": {"captions.yaml": "a: [a cat]\nb: [a dog]\n"},
     "kohya": {"metadata.json": {"a": {"caption": "a cat"}, "b": {"caption": "a dog"}}},
     "musubi": {"any.jsonl": '{"image_path": "a.png", "caption": "a cat"}\n'
                '{"image_path": "b.png", "caption": "a dog"}\n'},
