@@ -25,6 +25,7 @@ from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.shared.text_encoding import decoded
 
 COUNTS = (1, 5, 10)
 MOST_TEXT = 1 << 16
@@ -85,7 +86,9 @@ def _text_of(path: Path) -> str:
     text_file = path.with_suffix(".txt")
     try:
         if text_file.stat().st_size <= MOST_TEXT:
-            return text_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+            return decoded(text_file.read_bytes()).strip()
+    except OSError:
         pass
+    except ValueError as error:
+        raise UserError(f"{text_file} cannot be read: {error}") from None
     raise UserError(f"{text_file} holds no text of {path.name}: give texts, or put a .txt file next to each picture")

@@ -18,11 +18,11 @@ from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.conditioning_settings import KINDS
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.named import parse_adapters, split_expert
-from megadit.models.shared.captions import encoding_of
 from megadit.models.shared.cli.setting import check_json, settings_of, under_own_names
 from megadit.models.shared.documents import check_yaml, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import MAX_MEDIA_BYTES, read_limited, sha256_of
+from megadit.models.shared.text_encoding import decoded
 
 MEDIA = {name: kind for name, kind in KINDS.items() if name != "keyframe"}
 """Options that name one file -> its kind; a `video` with a `mask` is for inpaint. `keyframe` names several."""
@@ -145,9 +145,8 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
     if not path:
         return []
     try:
-        content = read_limited(path)
-        text = content.decode(encoding_of(content[:1024])).removeprefix("\ufeff")
-    except (UserError, UnicodeDecodeError) as error:
+        text = decoded(read_limited(path))
+    except (UserError, ValueError) as error:
         raise UserError(f"{path}: the prompts cannot be read: {error}") from error
     lines = re.split("\r\n|\r|\n", text)  # and at no other separator of lines, which prompts may contain
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]

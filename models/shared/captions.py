@@ -1,7 +1,6 @@
 """Captions in any encoding, under any of the usual column names, one or several for a clip."""
 
 import ast
-import codecs
 import math
 import re
 import string
@@ -11,7 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from megadit.models.shared.documents import parse_json
-from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.errors import choose_one
+from megadit.models.shared.text_encoding import decoded
 
 CAPTION_COLUMNS = (
     *("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations", "messages"),
@@ -24,14 +24,6 @@ ASSISTANT_ROLES = ("gpt", "assistant", "model")
 _MEDIA_CONTENT = ("image", "video", "image_url")
 """Types of the parts of a message that are no text."""
 MAX_CAPTION_BYTES = 1 << 20
-MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32-le",
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}
-"""Byte order mark -> encoding; the marks of UTF-32 begin with those of UTF-16."""
 _CAMEL = re.compile(r"[\s-]+|(?<=[a-z])(?=[A-Z])")
 """Boundaries of words in the name of a column, besides underscores: `Image Name`, `imageName`."""
 _BLANK = f"{string.whitespace}\u00a0\u200b\ufeff"
@@ -57,45 +49,6 @@ _SAYS_SPAN = frozenset("timestamp timestamps times segment segments span spans i
 _SAYS_SCORE = frozenset("aesthetic aesthetics aes".split())
 _SPAN = re.compile(r"[\[({][^\[\](){}]+[\])}]")
 """Beginning and end of a part of a clip, as a table stores them."""
-
-
-# --- bytes --------------------------------------------------------------------------------------------------------
-
-
-def encoding_of(head: bytes, encoding: str | None = None) -> str:
-    """The encoding of a text with this beginning: by its byte order mark, else the named one, else UTF-16 if every
-    other byte is zero, else UTF-8."""
-    for mark, name in MARKS.items():
-        if head.startswith(mark):
-            return name
-    if encoding is None and len(head) > 1:
-        even, odd = head[0::2].count(0), head[1::2].count(0)
-        if max(even, odd) > len(head) // 4 and min(even, odd) < max(even, odd) // 4 + 1:
-            return "utf-16-be" if even > odd else "utf-16-le"
-    return encoding or "utf-8"
-
-
-def check_encoding(name: str | None) -> None:
-    """Raises UserError for an encoding that Python does not know."""
-    try:
-        codecs.lookup(name or "utf-8")
-    except LookupError:
-        raise UserError(f"--caption_encoding: unknown encoding {name!r}; cp1252 and gb18030 are two") from None
-
-
-def decoded(content: bytes, encoding: str | None = None) -> str:
-    """The text of a file, without its byte order mark.
-
-    Raises:
-        ValueError: if it is not in that encoding.
-    """
-    name = encoding_of(content[:1024], encoding)
-    try:
-        return content.decode(name).lstrip("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"byte {error.start} is not {name.upper()}; --caption_encoding cp1252 reads what Windows wrote"
-        ) from None
 
 
 # --- names --------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.shared.captions import decoded
 from megadit.models.shared.cli.command import cleaning_up
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, parse_yaml
 from megadit.models.shared.errors import UserError, not_written
+from megadit.models.shared.text_encoding import decoded
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""

@@ -23,7 +23,6 @@ from megadit.models.shared.captions import (
     MAX_CAPTION_BYTES,
     caption_columns,
     captions_in,
-    decoded,
     file_columns,
     files_of,
     is_blank,
@@ -32,6 +31,7 @@ from megadit.models.shared.captions import (
 )
 from megadit.models.shared.documents import parse_loose_json, parse_yaml
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.text_encoding import decoded
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.sources.listing import Reading
 from megadit.train.data.ingest.sources.rows import TABLES, YAML, lines_of, open_text, read_table, table_name
@@ -248,7 +248,7 @@ def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, 
     Raises:
         ValueError: if it is broken, or of another encoding.
     """
-    text = decoded(content, reading.caption_encoding).strip()
+    text = decoded(content, reading.caption_encoding, "--caption_encoding").strip()
     suffix = PurePosixPath(name).suffix.lower()
     if suffix in YAML:
         values = parse_yaml(text, "it", is_text=True)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from megadit.models.shared.captions import check_encoding, shortened
+from megadit.models.shared.captions import shortened
 from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.text_encoding import check_encoding
 from megadit.train.data.ingest.lines import LongList
 from megadit.train.data.ingest.plan import Skip, Source, skip_from_json, source_from_json
 from megadit.train.dataset.places import is_url

@@ -10,9 +10,10 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
-from megadit.models.shared.captions import caption_columns, encoding_of, file_columns, with_files
+from megadit.models.shared.captions import caption_columns, file_columns, with_files
 from megadit.models.shared.documents import MAX_BYTES, check_size, parse_loose_json, parse_yaml
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.text_encoding import HEAD_BYTES, encoding_of, remedy
 from megadit.train.data.ingest.sources.files import open_file
 from megadit.train.data.ingest.sources.parquet import read_parquet
 from megadit.train.data.ingest.sources.sniff import is_media_name
@@ -81,8 +82,7 @@ def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path} does not exist; give a table of files and captions: {', '.join(TABLES)}") from None
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} cannot be read: it is not {error.encoding.upper()}; --caption_encoding cp1252 reads what Windows "
-            "wrote"
+            f"{path} cannot be read: it is not {error.encoding.upper()}{remedy(error.object, '--caption_encoding')}"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
@@ -98,7 +98,7 @@ def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
     file = open_file(path)
     if path.lower().endswith(_GZIP):
         file = _Unzipped(file)
-    name = encoding_of(file.read(1024), encoding)
+    name = encoding_of(file.read(HEAD_BYTES), encoding)
     file.seek(0)
     text = io.TextIOWrapper(file, encoding=name, newline="")
     if text.read(1) != "\ufeff":

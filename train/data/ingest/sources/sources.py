@@ -27,6 +27,7 @@ from megadit.models.shared.captions import (
 )
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.text_encoding import remedy
 from megadit.train.data.ingest.lines import LongList
 from megadit.train.data.ingest.plan import Kind, Skip, Source
 from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder, stem_of
@@ -314,7 +315,9 @@ class _Lister:
         try:
             with open_text(path, self.reading.caption_encoding) as file:
                 lines = file.read(MAX_LABEL_CHARACTERS).splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8{remedy(error.object, '--caption_encoding')}") from None
+        except OSError as error:
             raise UserError(f"{path} cannot be read: {error}") from None
         return {
             name: words for name, _, words in (line.partition("\t" if "\t" in line else " ") for line in lines) if words

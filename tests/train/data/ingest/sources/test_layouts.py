@@ -63,6 +63,7 @@ BESIDE = {
     "mark": ({"a.txt": b"\xef\xbb\xbfa cat"}, ("a cat",)),
     "utf-16": ({"a.txt": "a cat".encode("utf-16")}, ("a cat",)),
     "utf-16 without a mark": ({"a.txt": "a cat".encode("utf-16-le")}, ("a cat",)),
+    "utf-16 of Cyrillic without a mark": ({"a.txt": "рыжий кот".encode("utf-16-le")}, ("рыжий кот",)),
     "json with a mark": ({"a.json": b'\xef\xbb\xbf{"caption": "a cat"}'}, ("a cat",)),
     "json without a caption": ({"a.json": {"width": 8}, "a.txt": "a cat"}, ("a cat",)),
     "json of a list": ({"a.json": [{"box": 1}], "a.txt": "a cat"}, ("a cat",)),
