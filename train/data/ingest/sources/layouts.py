@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from megadit.models.shared.captions import (
     MAX_CAPTION_BYTES,
@@ -159,7 +160,8 @@ def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
 
 
 class Resolver:
-    """Files by their possible names in rows: relative to the table, to the source, as whole path, without suffix."""
+    """Files by their possible names in rows: relative to the table, to the source, as whole path, without suffix,
+    as in a URL."""
 
     def __init__(self, folder: Folder, base: str) -> None:
         self._folder, self._base = folder, base
@@ -168,7 +170,9 @@ class Resolver:
 
     def resolve(self, name: str) -> str | None:
         """The name of the file in the folder; None if there is none, or it is not clear which."""
-        return next(filter(None, map(self._resolve, forms_of(self._inner(name)))), None)
+        written = (name, unquote(name)) if "%" in name else (name,)
+        forms = (form for each in written for form in forms_of(self._inner(each)))
+        return next(filter(None, map(self._resolve, forms)), None)
 
     def _resolve(self, name: str) -> str | None:
         for inner in (self._base + name, name):

@@ -7,6 +7,7 @@ import json
 import tarfile
 from pathlib import Path
 from unicodedata import normalize
+from urllib.parse import quote
 
 import av
 import numpy as np
@@ -267,6 +268,21 @@ def test_names_with_accents_are_found_as_macos_writes_them_and_as_others_do(tmp_
     write(tmp_path / "beside", {normalize(form, "é.png"): PICTURE, normalize(other, "é.txt"): "a cat"})
     for folder in ("table", "beside"):
         assert list(captions(tmp_path / folder).values()) == [("a cat",)]
+
+
+def test_names_are_found_as_urls_write_them(tmp_path):
+    """But first as they are written."""
+    root = tmp_path / "my clips"
+    rows = {
+        "my%20clip.png": "one", "%E4%B8%AD.png": "two", f"file://{quote(str(root))}/d/50%25.png": "three",
+        "a%20b.png": "four", "%2e%2e/a%20b.png": "five", "%ff%zz.png": "six",
+    }  # fmt: skip
+    write(root, dict.fromkeys(("my clip.png", "中.png", "d/50%.png", "a%20b.png", "a b.png", "%ff%zz.png"), PICTURE))
+    write(root, {"captions.json": rows})
+    assert captions(root) == {
+        "my clip.png": ("one",), "中.png": ("two",), "d/50%.png": ("three",), "a%20b.png": ("four",),
+        "%ff%zz.png": ("six",),
+    }  # fmt: skip
 
 
 def test_labels_lie_beside_the_videos(tmp_path):
