@@ -1,6 +1,8 @@
 """Conversion of colours to sRGB: transfers and primaries of videos and pictures, ICC profiles of pictures."""
 
 import io
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +19,11 @@ WIDE = {
 """Primaries by their numbers in H.273: x and y of red, green and blue. White is D65."""
 NOT_CONVERTED = {8: "YCgCo", 11: "Y'D'zD'x", 14: "ICtCp", 15: "IPT-C2", 16: "YCgCo-Re", 17: "YCgCo-Ro"}
 """Matrices by their numbers in H.273 that ffmpeg would read as BT.601."""
+_Places = Sequence[tuple[float, float]]
 _SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
+_D65 = (0.3127, 0.3290)
+_BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+"""From XYZ to what the cones of the eye see, as ICC profiles adapt whites."""
 _WHITE_NITS = 203.0
 """Luminance of diffuse white in HLG and PQ, in nits (BT.2408)."""
 _PEAK = 1000.0 / _WHITE_NITS
@@ -25,6 +31,8 @@ _KNEE = 0.75
 """Luminance above which colours are compressed; 1 is diffuse white."""
 _NEARLY_SRGB = 2
 """Largest change of a colour, 0..255, by a profile that still counts as sRGB."""
+_SRGB_GAMMA = 1 / 2.2
+"""What PNGs in sRGB give as their gamma."""
 
 
 def conversion(transfer: int, primaries: int) -> str:
@@ -43,10 +51,7 @@ def to_screen(picture_HWC: np.ndarray, transfer: int, primaries: int) -> np.ndar
         brightest = linear.max(axis=-1, keepdims=True)
         linear *= _rolled_off(brightest) / np.maximum(brightest, 1e-9)
     light = np.clip(linear, 0, 1)
-    signal = light ** np.float32(1 / 2.4)
-    if transfer == _SRGB_CURVE:
-        signal = np.where(light <= 0.0031308, 12.92 * light, 1.055 * signal - 0.055)
-    return (255 * signal).round().astype(np.uint8)
+    return _srgb_of(light) if transfer == _SRGB_CURVE else (255 * light ** np.float32(1 / 2.4)).round().astype(np.uint8)
 
 
 @lru_cache(maxsize=4)
@@ -57,7 +62,15 @@ def _linear_of_16_bits(transfer: int) -> np.ndarray:
 @lru_cache(maxsize=4)
 def _to_srgb(primaries: int) -> np.ndarray:
     """Matrix from linear RGB of these primaries to linear sRGB, for colours as rows."""
-    return (np.linalg.inv(_to_xyz(_SRGB)) @ _to_xyz(WIDE[primaries])).T.astype(np.float32)
+    return _between(WIDE[primaries], _D65)
+
+
+def _between(primaries: _Places, white: tuple[float, float]) -> np.ndarray:
+    """Matrix from linear RGB of these primaries and white to linear sRGB, for colours as rows; Bradford's adaptation
+    makes one white the other."""
+    cones = [_BRADFORD @ _xyz(*each) for each in (_D65, white)]
+    adapted = np.linalg.inv(_BRADFORD) @ np.diag(cones[0] / cones[1]) @ _BRADFORD
+    return (np.linalg.inv(_to_xyz(_SRGB, _D65)) @ adapted @ _to_xyz(primaries, white)).T.astype(np.float32)
 
 
 def _linear(signal: np.ndarray, transfer: int) -> np.ndarray:
@@ -83,10 +96,19 @@ def _rolled_off(light: np.ndarray) -> np.ndarray:
     return np.where(light <= _KNEE, light, _KNEE + (1 - _KNEE) * over * (1 + over / most**2) / (1 + over))
 
 
-def _to_xyz(primaries: tuple[tuple[float, float], ...]) -> np.ndarray:
-    columns = np.array([[x / y, 1, (1 - x - y) / y] for x, y in primaries]).T
-    white = np.array([0.3127 / 0.3290, 1, (1 - 0.3127 - 0.3290) / 0.3290])
-    return columns * np.linalg.solve(columns, white)
+def _to_xyz(primaries: _Places, white: tuple[float, float]) -> np.ndarray:
+    columns = np.stack([_xyz(*each) for each in primaries], axis=1)
+    return columns * np.linalg.solve(columns, _xyz(*white))
+
+
+def _xyz(x: float, y: float) -> np.ndarray:
+    return np.array([x / y, 1, (1 - x - y) / y])
+
+
+def _srgb_of(light: np.ndarray) -> np.ndarray:
+    """Numbers of linear light, 0..1, in 8 bits."""
+    signal = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** np.float32(1 / 2.4) - 0.055)
+    return (255 * signal).round().astype(np.uint8)
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
@@ -96,10 +118,10 @@ def coded_to_srgb(image: Image.Image, transfer: int, primaries: int) -> Image.Im
     """A picture in sRGB whose colours are of this transfer and these primaries; unchanged if it is."""
     if not conversion(transfer, primaries) or image.mode not in ("RGB", "RGBA"):
         return image
-    shown = Image.fromarray(to_screen(np.asarray(image.convert("RGB")).astype(np.uint16) * 257, transfer, primaries))
-    if image.mode == "RGBA":
-        shown.putalpha(image.getchannel("A"))
-    return shown
+    return _converted(
+        image,
+        lambda colours: Image.fromarray(to_screen(np.asarray(colours).astype(np.uint16) * 257, transfer, primaries)),
+    )
 
 
 def profile_to_srgb(image: Image.Image) -> Image.Image:
@@ -107,17 +129,48 @@ def profile_to_srgb(image: Image.Image) -> Image.Image:
     profile = image.info.get("icc_profile")
     if not profile:
         return image
-    colours = image
-    if image.mode in ("P", "PA"):
-        colours = image.convert("RGBA" if image.has_transparency_data else "RGB")
-    alpha = colours.getchannel("A") if colours.mode in ("RGBA", "LA") else None
-    colours = colours.convert(colours.mode[:-1]) if alpha else colours
-    transform = _transform(profile, colours.mode)
-    if transform is None:
+    transform = _transform(profile, _MODES.get(image.mode, image.mode))
+    return _converted(image, lambda colours: ImageCms.applyTransform(colours, transform)) if transform else image
+
+
+def gamma_to_srgb(image: Image.Image) -> Image.Image:
+    """The picture in sRGB, by the gamma and the primaries of a PNG without a profile; unchanged if they are those of
+    sRGB, or none that a screen can have."""
+    info = image.info
+    gamma, places = info.get("gamma", _SRGB_GAMMA), info.get("chromaticity")
+    is_srgb = "srgb" in info or "icc_profile" in info or not ("gamma" in info or places)
+    if is_srgb or image.mode not in _MODES or not 0.1 < gamma < 10:
         return image
-    shown = ImageCms.applyTransform(colours, transform)
-    if alpha:
-        shown.putalpha(alpha)
+    matrix = np.eye(3, dtype=np.float32)
+    if places and min(places[1::2]) > 0:
+        white, *primaries = zip(places[::2], places[1::2], strict=True)
+        with suppress(np.linalg.LinAlgError):
+            matrix = _between(primaries, white)
+    has_curve, is_wide = abs(gamma / _SRGB_GAMMA - 1) > 0.05, abs(matrix - np.eye(3)).max() > 0.02
+    if not has_curve and not is_wide:
+        return image
+    steps = np.arange(256) / 255
+    linear = (steps ** (1 / gamma) if has_curve else _linear(steps, _SRGB_CURVE)).astype(np.float32)
+
+    def convert(colours: Image.Image) -> Image.Image:
+        light = linear[np.asarray(colours)]
+        if is_wide and colours.mode == "RGB":
+            light = np.clip(light @ matrix, 0, 1)
+        return Image.fromarray(_srgb_of(light))
+
+    return _converted(image, convert)
+
+
+_MODES = {"L": "L", "LA": "L", "RGB": "RGB", "RGBA": "RGB", "P": "RGB", "PA": "RGB"}
+"""Mode of a picture -> mode of its colours."""
+
+
+def _converted(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """The picture with other colours; transparent where it was."""
+    mode = _MODES.get(image.mode, image.mode)
+    shown = convert(image.convert(mode))
+    if image.has_transparency_data:
+        shown.putalpha(image.convert(f"{mode}A").getchannel("A"))
     return shown
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin
 
 from megadit.infer.decoding.animations import webp_size
-from megadit.infer.decoding.colour import coded_to_srgb, conversion, profile_to_srgb
+from megadit.infer.decoding.colour import coded_to_srgb, conversion, gamma_to_srgb, profile_to_srgb
 from megadit.infer.decoding.rules import CONVERSIONS, Rules, UnusableSourceError, opaque
 from megadit.models.shared.errors import UserError
 
@@ -31,6 +31,7 @@ _CODES_WITHIN = 1 << 16
 _SRGB = 1, 13
 _GREY_STEPS = {"L;2": 85, "L;4": 17}
 """Form of a PNG's grey -> step between its values, by which Pillow does not multiply the transparent one."""
+_OF_COLOURS = ("icc_profile", "gamma", "chromaticity", "srgb")
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """TIFF tag that says whether zero is white."""
@@ -68,7 +69,7 @@ def read_picture(
         grey = _eight_bits(upright, image)
         primaries, transfer = _codes(file, image)
         coded = coded_to_srgb(grey, transfer, primaries)
-        colours = coded if coded is not grey else profile_to_srgb(grey)
+        colours = coded if coded is not grey else gamma_to_srgb(profile_to_srgb(grey))
         shown = opaque(colours, rules)
         changes = {
             "deep grey": grey is not upright,
@@ -132,6 +133,7 @@ def _eight_bits(image: Image.Image, original: Image.Image) -> Image.Image:
     if getattr(original, "tag_v2", {}).get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         light = 1 - light
     shown = Image.fromarray((light * 255).round().astype(np.uint8))
+    shown.info = {name: value for name, value in image.info.items() if name in _OF_COLOURS}
     hidden = image.info.get("transparency")
     if isinstance(hidden, int):
         shown.putalpha(Image.fromarray(np.where(values == hidden, 0, 255).astype(np.uint8)))

@@ -135,6 +135,60 @@ def _coded(path: Path, *, primaries: int, transfer: int, make: Callable[[], Imag
         path.write_bytes(content[:33] + _chunk(b"cICP", bytes([primaries, transfer, 0, 1])) + content[33:])
 
 
+def _with_chunks(path: Path, *, chunks: dict[bytes, bytes], make: Callable[[], Image.Image], **options: Any) -> None:
+    image = make()
+    image.info.pop("icc_profile", None)
+    image.save(path, **options)
+    content = path.read_bytes()
+    path.write_bytes(content[:33] + b"".join(map(_chunk, chunks, chunks.values())) + content[33:])
+
+
+def _in_light(make: Callable[[], Image.Image] = plain) -> Callable[[], Image.Image]:
+    """Linear light in place of sRGB, as renderers write it."""
+    steps = np.arange(256) / 255
+    light = np.where(steps <= 0.04045, steps / 12.92, ((steps + 0.055) / 1.055) ** 2.4)
+    table = (255 * light).round().astype(np.uint8).tolist()
+
+    def made() -> Image.Image:
+        image = make()
+        colours, alpha = image.split()[:3], image.split()[3:]
+        return Image.merge(image.mode, [*(each.point(table) for each in colours), *alpha])
+
+    return made
+
+
+def _gamma_rows() -> list[Row]:
+    def gamma(value: int) -> dict[bytes, bytes]:
+        return {b"gAMA": struct.pack(">I", value)}
+
+    def places(*values: int) -> dict[bytes, bytes]:
+        return {b"cHRM": struct.pack(">8I", *values)}
+
+    def deep_light() -> Image.Image:
+        return Image.fromarray(np.asarray(_in_light(_as("L"))()).astype(np.uint16) * 257)
+
+    srgb = places(31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000)
+    p3 = places(31270, 32900, 68000, 32000, 26500, 69000, 15000, 6000)
+    key = {"transparency": _in_light()().getpixel((WIDTH - 1, 0))}
+    rows = {
+        "gamma": (gamma(100_000) | srgb, _in_light(), {}, {}),
+        "gamma_grey": (gamma(100_000), _in_light(_as("L")), {}, {"fields": GREY}),
+        "gamma_rgba": (gamma(100_000), _in_light(clear), {}, {"fields": HIDDEN}),
+        "gamma_palette": (gamma(100_000), lambda: _in_light()().quantize(16), {}, {}),
+        "gamma_key": (gamma(100_000), _in_light(), key, {"fields": HIDDEN}),
+        "gamma_grey16": (gamma(100_000), deep_light, {}, {"fields": GREY}),
+        "gamma_p3": (gamma(45_455) | p3, in_p3, {}, {}),
+        "gamma_of_srgb": (gamma(45_455) | srgb, plain, {}, {"near": 0}),
+        "gamma_in_srgb": (gamma(100_000) | {b"sRGB": b"\0"}, plain, {}, {"near": 0}),
+        "gamma_of_nothing": (gamma(0) | places(*[0] * 8), plain, {}, {"near": 0}),
+    }
+    return [
+        Row(name=f"{name}.png", make=partial(_with_chunks, chunks=chunks, make=make, **options), numbers=(5,), fps=0.0,
+            **{"near": 14} | of_row)
+        for name, (chunks, make, options, of_row) in rows.items()
+    ]  # fmt: skip
+
+
 def _coded_rows(suffix: str) -> list[Row]:
     def see_through_p3() -> Image.Image:
         image = in_p3()
@@ -230,6 +284,9 @@ PICTURES = [
     *(Row(name=f"grey{depth}.png", make=partial(_png_of_few_bits, depth=depth), numbers=None, fps=0.0,
           fields=[(step,) * 3, (0,) * 3, (3 * step,) * 3, (0,) * 3]) for depth, step in ((2, 85), (4, 17))),
     *(row for suffix in ("png", "avif") for row in _coded_rows(suffix)),
+    _still("p3_key.png", in_p3, near=12, icc_profile=p3_profile(), fields=HIDDEN,
+           transparency=in_p3().getpixel((WIDTH - 1, 0))),
+    *_gamma_rows(),
     _still("srgb.jpg", quality=95, icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
     _still("profile_of_nothing.png", icc_profile=b"not a profile"),
     *(_exif_still(orientation, "jpg") for orientation in EXIF),

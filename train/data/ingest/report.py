@@ -38,7 +38,7 @@ CONVERSIONS = {
     "HDR": "HDR (HLG or PQ), tone-mapped to the colours of an ordinary screen",
     "wide gamut": "wide gamut (BT.2020 or P3), converted to sRGB",
     "interlaced": "interlaced, made whole by bwdif",
-    "colour profile": "pictures with a colour profile, converted to sRGB",
+    "colour profile": "pictures with a colour profile or gamma, converted to sRGB",
     "deep grey": "grey of more than eight bits, or of floating point, scaled to eight",
 }
 
