@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, read_json
+from megadit.models.shared.files import inner_path, is_inner_name, read_json
 from megadit.models.storage.tensor_source import TensorSource, from_state_dict, open_safetensors
 from megadit.models.storage.wrapped import open_tensor_file
 
@@ -46,7 +46,15 @@ def weight_files(directory: Path, *stems: str) -> list[Path]:
     places = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise UserError(f"{chosen} is no index of weights: it has no weight_map of names")
-    return sorted({inner_path(directory, name, follow_links=True) for name in places.values()})
+    return sorted({_shard(directory, name) for name in places.values()})
+
+
+def _shard(directory: Path, name: str) -> Path:
+    """A file that an index lists, or else the one of its name beside the index, which may be of another folder."""
+    is_there = is_inner_name(name) and (directory / name).is_file()
+    beside = directory / Path(name).name
+    is_moved = not is_there and ".." not in Path(name).parts and beside.is_file()
+    return beside if is_moved else inner_path(directory, name, follow_links=True)
 
 
 def open_weights(paths: list[Path]) -> TensorSource:

@@ -30,12 +30,18 @@ WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpo
 _QUANTISED = re.compile(r"\.(SCB|absmax|quant_map|quant_state\..*|qweight|qzeros|_data|weight_scale_inv)$")
 """Tensors of bitsandbytes, GPTQ, Quanto and block-wise FP8."""
 _MOST_NESTED = 8
-_AVERAGE = re.compile(r"(^|[._])(ema|averaged?)([._]|$)")
+_AVERAGE = re.compile(r"(^|[._])(ema|averaged?|shadow)([._]|$)|EMA")
+_FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
+"""Parameters of FSDP that are one tensor."""
 _OF_TRAINING = re.compile("optim|sched|scaler|rng")
 _OTHER_STATE = re.compile(
     r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|((online_)?model|net)(_ema)?|ema|optimizer)\."
 )
 """Prefixes of other tensors in files in which the network's tensors have a prefix."""
+_CALLBACKS = "callbacks"
+"""Key of the state of Lightning's callbacks, by their names and settings: one may keep EMA weights."""
+_LIT_EMA = "model_ema."
+"""Prefix of EMA weights of latent-diffusion, whose names are those of the weights without `model.` and dots."""
 _SCALES = (".scale_weight", ".weight_scale")
 _OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale|comfy_quant)$")
 """Pattern of tensors that are only needed by kernels with 8-bit activations, or to choose a kernel."""
@@ -55,6 +61,7 @@ def open_tensor_file(path: Path) -> TensorSource:
     if not head.startswith(TORCH_MAGIC):
         raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
+    averages = _averages_in_order(values)
     for _ in range(_MOST_NESTED):  # a dictionary may hold itself
         if not isinstance(values, dict) or (deeper := _deeper(values)) is None:
             break
@@ -66,7 +73,32 @@ def open_tensor_file(path: Path) -> TensorSource:
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise UserError(f"{path}: {name} is a sparse or quantised tensor, or without values: save plain ones")
+    if not any(tensor.numel() for tensor in tensors.values()):
+        raise UserError(f"{path} holds tensors without a number, as of ZeRO-3: gather them with its zero_to_fp32.py")
+    if averages:
+        parameters = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        if [each.shape for each in averages] != [each.shape for each in parameters.values()]:
+            raise UserError(
+                f"{path} holds EMA weights without names, {len(averages)} tensors that do not fit its "
+                f"{len(parameters)} named ones: save the network's state_dict() with these values"
+            )
+        tensors |= dict(zip(parameters, averages, strict=True))
     return from_state_dict(tensors, str(path))
+
+
+def _averages_in_order(values: Any, depth: int = 0) -> list[Tensor]:
+    """EMA weights as torch-ema and diffusers' EMAModel keep them, in the order of the parameters; []: none."""
+    if not isinstance(values, dict) or depth == _MOST_NESTED // 2:
+        return []
+    found = values.get("shadow_params")
+    if isinstance(found, list) and found and all(isinstance(each, Tensor) for each in found):
+        return found
+    inner = (value for key, value in values.items() if isinstance(value, dict) and _is_average(key, value))
+    return next(filter(None, (_averages_in_order(value, depth + 1) for value in inner)), [])
+
+
+def _is_average(key: Any, value: Mapping[Any, Any]) -> bool:
+    return any(_AVERAGE.search(str(name)) for name in (value if key == _CALLBACKS else (key,)))
 
 
 def _deeper(values: Mapping[Any, Any]) -> Any:
@@ -74,7 +106,7 @@ def _deeper(values: Mapping[Any, Any]) -> Any:
     known: dict[int, bool] = {}
     found = [key for key, value in values.items() if isinstance(value, dict) and _has_tensors(value, known)]
     found = [key for key in found if not _OF_TRAINING.search(str(key))]
-    ema_weights = [key for key in found if _AVERAGE.search(str(key))]
+    ema_weights = [key for key in found if _is_average(key, values[key])]
     if usual := next((key for key in NESTED if key in (ema_weights or found)), None):
         return usual
     if not ema_weights and any(isinstance(value, Tensor) for value in values.values()):
@@ -109,6 +141,8 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
     Raises:
         UserError: for several networks, and for scales that fit no tensor.
     """
+    if flat := next(filter(_FLAT.search, source.stored), None):
+        raise UserError(f"{source.label} holds flattened parameters of FSDP ({flat}): save its full state dict")
     names: dict[str, str] = {}
     for name, stored in source.stored.items():
         if _COUNTERS.fullmatch(name) and math.prod(stored.shape) == 1:
@@ -122,7 +156,9 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
         chosen = ema_weights or prefixes
         if len(chosen) > 1:
             raise UserError(f"{source.label} holds several networks, {', '.join(sorted(prefixes))}: give one by itself")
-        names = _without(chosen[0], names)
+        averages = {name: _LIT_EMA + name.removeprefix("model.").replace(".", "") for name in names}
+        averages = {name: names[average] for name, average in averages.items() if average in names}
+        names = _without(chosen[0], names | averages)
     if len(names) < len(source.stored) or any(short != name for short, name in names.items()):
         stored = {short: source.stored[name] for short, name in names.items()}
         source = TensorSource(source.label, stored, lambda short, read=source.read: read(names[short]), source.metadata)

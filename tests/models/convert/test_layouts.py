@@ -80,6 +80,14 @@ def sharded(path, *, name, index, write):
     return path
 
 
+def moved_index(path):
+    index = sharded(path, name="{}.safetensors", index=f"{FILE}.safetensors.index.json", write=save) / (
+        f"{FILE}.safetensors.index.json"
+    )
+    index.write_text(index.read_text().replace(': "', ': "/data/of/others/'))
+    return path
+
+
 def wrapped_inside(tensors):
     return {name.replace("blocks.", "blocks.").replace(".attn1.", "._checkpoint_wrapped_module.attn1."): tensor
             for name, tensor in tensors.items()}  # fmt: skip
@@ -102,6 +110,7 @@ READ = {
     "diffusers, pickled shards": lambda path: sharded(
         path, name=FILE + "-0000{}-of-00002.bin", index=f"{FILE}.bin.index.json", write=torch.save
     ),
+    "diffusers, shards that an index names elsewhere": moved_index,
     "diffusers, compiled": lambda path: folder(path, prefixed("_orig_mod.", THEIRS)),
     "diffusers, DDP": lambda path: folder(path, prefixed("module.", THEIRS)),
     "diffusers, EMAModel": lambda path: folder(path, THEIRS, decay=0.999, optimization_step=7, power=0.6),
@@ -212,6 +221,22 @@ REFUSED = {
         r"holds several networks, student\., teacher\.",
     ),
     "no names": (lambda path: one(path, {"shadow_params": list(RELEASED.values())}, "ema.pt"), "without names"),
+    "no names that fit": (
+        lambda path: one(path, {"model": RELEASED, "ema": {"shadow_params": [*RELEASED.values()][1:]}}, "ema.pt"),
+        "holds EMA weights without names, .* that do not fit its",
+    ),
+    "flattened by FSDP": (
+        lambda path: one(path, {"model": {"_fsdp_wrapped_module._flat_param": torch.ones(9)}}, "model.pt"),
+        "holds flattened parameters of FSDP",
+    ),
+    "of ZeRO-3": (
+        lambda path: one(path, {"module": dict.fromkeys(RELEASED, torch.ones(0))}, "model.pt"), "as of ZeRO-3",
+    ),
+    "GGUF": (lambda path: folder(path, b"GGUF\3\0\0\0", write=write_bytes), "is a quantised GGUF file"),
+    "shards elsewhere": (
+        lambda path: sharded(path, name="../shard-{}.safetensors", index=f"{FILE}.safetensors.index.json", write=save),
+        "leads elsewhere",
+    ),
     "nothing": (lambda path: one(path, {"step": 3}, "ema.pt"), "holds no named tensors, only: step"),
 }  # fmt: skip
 
@@ -380,6 +405,16 @@ TRAINERS = {
         **prefixed("ema_model.", RELEASED),
     },
     "deeper": {"app": {"network": RELEASED, "rng": {"cpu": torch.ones(2)}}},
+    "torch-ema": {"model": ZEROS, "ema": {"decay": 0.9, "num_updates": 3, "shadow_params": [*RELEASED.values()]}},
+    "EMAModel beside the network": {"net": prefixed("module.", ZEROS), "shadow_params": [*RELEASED.values()]},
+    "a shadow": {"model": ZEROS, "shadow": RELEASED},
+    "a callback of Lightning": {
+        "state_dict": prefixed("model.", ZEROS),
+        "callbacks": {"EMACallback{'decay': 0.99}": {"ema_weights": RELEASED}, "ModelCheckpoint": {"best": 1.0}},
+    },
+    "Lightning's own": {"state_dict": RELEASED, "current_model_state": ZEROS},
+    "LitEma": prefixed("model.diffusion_model.", ZEROS)
+    | {f"model_ema.diffusion_model{name.replace('.', '')}": tensor for name, tensor in RELEASED.items()},
     "merged by PEFT": {"model": {name.replace("attn.q.", "attn.q.base_layer."): RELEASED[name] for name in RELEASED}},
 }
 
