@@ -21,6 +21,8 @@ from megadit.train.data.ingest.sources.sniff import is_media_name
 JSON = (".jsonl", ".ndjson", ".json")
 YAML = (".yaml", ".yml")
 TABLES = (".csv", ".tsv", *JSON, ".parquet", *YAML)
+OTHER_TABLES = (".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".h5", ".sqlite", ".db", ".tfrecord")
+"""Suffixes of tables that are not read."""
 _GZIP = ".gz"
 _MOST_UNFOLDED, _FREE_BYTES = 100, 1 << 26
 """Maximum bytes of a table for each byte of its compressed file, and in addition to these: a few kilobytes may hold
@@ -30,12 +32,16 @@ HEAD_CHARACTERS = 1 << 16
 """Characters of a file by which lines of JSON are told from a document."""
 MAX_JSON_BYTES = 1 << 27
 """Maximum size of a table that is one JSON document, which is read whole; JSON lines have no limit."""
+_BARE = ": "
+"""Separators of lines without a header that quote nothing."""
 _SEPARATOR_LINE = re.compile(r"sep=.\s*$", re.IGNORECASE)
 """The first line of a CSV for Excel."""
 _CAPTION_NUMBER = re.compile(r"#\d+$")
 """The number of a caption that Flickr8k has after the name of a file."""
 _SENTENCE = re.compile(r"[^\W\d_]\s+[^\W\d_]|[\u0370-\U0010ffff]")
 """Two words, or a letter of other scripts: no header, score or name of a split."""
+_AROUND = frozenset("data dataset items samples clips videos images captions annotations results".split())
+"""Keys of objects that hold all rows."""
 _MISSING = frozenset(
     "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
 )
@@ -146,8 +152,9 @@ def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
 
 def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
     lines = lines_of(file, path)
-    header = next((line for line in lines if line.strip() and not _SEPARATOR_LINE.match(line)), "")
-    without_header = next((each for each in SEPARATORS if _is_captioned(header, each)), None)
+    header = next((line for line in lines if line.strip() and not _is_before_header(line)), "")
+    without_header = next((each for each in SEPARATORS + _BARE if _is_captioned(header, each)), None)
+    header = header if without_header else header.removeprefix("#")
     delimiter = without_header or max(SEPARATORS, key=lambda each: _likelihood(header, each))
     has_blanks = f"{delimiter} " in header  # after separators: else those before a quote make it a part of the text
     rows = csv.DictReader(
@@ -157,6 +164,7 @@ def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
         delimiter=delimiter,
         strict=True,  # else a quote that is not closed takes in all rows after it
         skipinitialspace=has_blanks,
+        quoting=csv.QUOTE_NONE if delimiter in _BARE else csv.QUOTE_MINIMAL,
     )
     names, first = tuple(rows.fieldnames or ()), 1 if without_header else 2
     try:
@@ -179,6 +187,14 @@ def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
         ) from None
 
 
+def _is_before_header(line: str) -> bool:
+    """Whether a line names the separator, or is a comment."""
+    is_comment = line.startswith("#") and not any(
+        _is_captioned(line, each) or _likelihood(line[1:], each)[0] for each in SEPARATORS
+    )
+    return is_comment or _SEPARATOR_LINE.match(line) is not None
+
+
 def _is_captioned(line: str, separator: str) -> bool:
     """Whether a line is the file name of a picture or video, and its caption."""
     name, _, text = line.partition(separator)
@@ -192,10 +208,12 @@ def _likelihood(header: str, separator: str) -> tuple[bool, int]:
 
 
 def json_rows(document: Any) -> Iterator[Any]:
-    """The rows in a document of JSON or YAML: a list, one inside an object, columns (also apart from rows, as pandas
-    splits them), objects by the names of their files, or the pictures and annotations of COCO and MSR-VTT."""
+    """The rows in a document of JSON or YAML: a list, also inside an object, or of pairs; columns (also apart from
+    rows, as pandas splits them), objects by the names of their files, or the pictures and annotations of COCO and
+    MSR-VTT."""
     if isinstance(document, list):
-        yield from document
+        for row in document:
+            yield {"file_name": row[0], "caption": row[1]} if _is_pair(row) else row
         return
     if not isinstance(document, dict):
         raise UserError("a table in JSON or YAML is a list of rows, or an object")
@@ -213,6 +231,9 @@ def json_rows(document: Any) -> Iterator[Any]:
     if isinstance(document.get("columns"), list) and isinstance(document.get("data"), list):
         yield from (dict(zip(document["columns"], row, strict=False)) for row in document["data"])
         return
+    if wrapped := next((value for key, value in document.items() if key in _AROUND and _has_rows(value)), None):
+        yield from json_rows(wrapped)
+        return
     lists = [value for value in document.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists:
         yield from next((rows for rows in lists if file_columns(tuple(rows[0]))), lists[0])
@@ -224,6 +245,18 @@ def json_rows(document: Any) -> Iterator[Any]:
     for name, value in document.items():
         is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
         yield {"file_name": name} | (value if isinstance(value, dict) else {"caption": value} if is_text else {})
+
+
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and is_media_name(row[0])
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether an object has the names of files, or a list of objects."""
+    return isinstance(value, dict) and (
+        any(is_media_name(str(name)) for name in value)
+        or any(isinstance(each, list) and each and isinstance(each[0], dict) for each in value.values())
+    )
 
 
 def _row(value: Any, path: str) -> dict[str, Any]:

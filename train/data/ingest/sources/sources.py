@@ -44,7 +44,7 @@ from megadit.train.data.ingest.sources.layouts import (
     split_of,
 )
 from megadit.train.data.ingest.sources.listing import Listing, Reading, as_text, stamp_of
-from megadit.train.data.ingest.sources.rows import REST, TABLES, open_text, table_name
+from megadit.train.data.ingest.sources.rows import OTHER_TABLES, REST, TABLES, open_text, table_name
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, SUFFIXES, is_media_name, kinds_of
 from megadit.train.dataset.places import is_url
 
@@ -351,6 +351,8 @@ class _Lister:
             return f"{suffix} of no {self.kind}, or without captions"
         if suffix in SIDE_SUFFIXES:
             return f"{suffix} of no {self.kind}, or beside another caption of it"
+        if suffix in OTHER_TABLES:
+            return f"{suffix} (a table is read as {', '.join(TABLES)}, or these with .gz)"
         return suffix or "file without a suffix"
 
 

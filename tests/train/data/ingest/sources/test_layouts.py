@@ -236,6 +236,14 @@ TABLES = {
     "yaml by file": {"captions.yaml": "a.png: a cat\nb.png:\n  caption: a dog\n"},
     "yaml of rows": {"any.yml": "- file: a.png\n  caption: a cat\n- {file: b.png, caption: a dog}\n"},
     "yaml of texts": {"captions.yaml": "a: [a cat]\nb: [a dog]\n"},
+    "within an object": {"captions.json": {"version": 1, "captions": {"a.png": "a cat", "b.png": "a dog"}}},
+    "within two": {"any.json": {"data": {"items": [
+        {"file": "a.png", "caption": "a cat"}, {"file": "b.png", "caption": "a dog"}]}}},
+    "pairs": {"captions.json": [["a.png", "a cat"], ["b.png", "a dog"]]},
+    "comments": {"metadata.csv": "# of ours, in 2024\n# 2 rows\nfile_name,text\na.png,a cat\nb.png,a dog\n"},
+    "comment in the header": {"metadata.tsv": "#file_name\ttext\na.png\ta cat\nb.png\ta dog\n"},
+    "lines with blanks": {"captions.txt": "a.png a cat\nb.png a dog\n"},
+    "lines with colons": {"captions.txt": "a.png: a cat\nb.png: a dog\n"},
     "kohya": {"metadata.json": {"a": {"caption": "a cat"}, "b": {"caption": "a dog"}}},
     "musubi": {"any.jsonl": '{"image_path": "a.png", "caption": "a cat"}\n'
                '{"image_path": "b.png", "caption": "a dog"}\n'},
@@ -283,6 +291,17 @@ def test_names_are_found_as_urls_write_them(tmp_path):
         "my clip.png": ("one",), "中.png": ("two",), "d/50%.png": ("three",), "a%20b.png": ("four",),
         "%ff%zz.png": ("six",),
     }  # fmt: skip
+
+
+def test_a_table_that_is_not_read_says_which_are(tmp_path):
+    write(tmp_path, A | {"metadata.xlsx": b"PK"})
+    (skip,) = list_folder(tmp_path, "image").not_used
+    assert skip.reason.startswith(".xlsx (a table is read as .csv, .tsv, ")
+
+
+def test_words_with_quotes_stay_in_lines_without_a_header(tmp_path):
+    write(tmp_path, A | B | {"captions.txt": 'a.png "one" big cat: red\nb.png a dog "here\n'})
+    assert captions(tmp_path) == {"a.png": ('"one" big cat: red',), "b.png": ('a dog "here',)}
 
 
 def test_labels_lie_beside_the_videos(tmp_path):
