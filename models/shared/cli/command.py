@@ -34,15 +34,19 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
     """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each printed in one line.
 
     The exit code is 141, without a message, if nobody reads standard output any more (`megadit info PATH | head -1`); a
-    command with `is_run` goes on instead. System errors at a path (`OF_PATHS`) are printed like a `UserError`.
+    command with `is_run` goes on instead, as every command does where standard error cannot be written. System errors
+    at a path (`OF_PATHS`) are printed like a `UserError`.
     `--debug` is removed from the arguments, and shows the traceback of such errors. Other exceptions are bugs, and
     always show theirs.
     """
     _open_standard_streams()
-    if is_run:
-        streams = contextlib.redirect_stdout(_Unread(sys.stdout)), contextlib.redirect_stderr(_Unread(sys.stderr))
-        with streams[0], streams[1]:
-            return run_command(function, argv)
+    with contextlib.ExitStack() as streams:
+        streams.enter_context(contextlib.redirect_stderr(_Unread(sys.stderr, needs_reader=not is_run)))
+        streams.enter_context(contextlib.redirect_stdout((_Unread if is_run else _Output)(sys.stdout)))
+        return _run_command(function, argv)
+
+
+def _run_command(function: Callable[[list[str]], int | None], argv: list[str]) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:  # some libraries of torch end the process without a folder to be in
@@ -178,10 +182,11 @@ def _lost_its_reader(stream: TextIO) -> bool:
 
 
 class _Unread:
-    """A stream that discards output once its terminal is closed, its reader gone or its disk full."""
+    """A stream that discards output once its terminal is closed, its disk full, or, unless it `needs_reader`, its
+    reader gone."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, needs_reader: bool = False) -> None:
+        self._stream, self._needs_reader = stream, needs_reader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -196,9 +201,29 @@ class _Unread:
     def _try(self, act: Callable[[], Any]) -> None:
         try:
             act()
-        except OSError:
+        except OSError as error:
+            if self._needs_reader and isinstance(error, BrokenPipeError):
+                raise
             with contextlib.suppress(OSError, ValueError):  # buffered output is discarded, too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        pass
+
+
+class _Output(_Unread):
+    """Standard output, for its reader or a file: a command that cannot write it fails.
+
+    Raises:
+        UserError: if its disk is full, or is out of order.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream, needs_reader=True)
+
+    def _lost(self, error: OSError) -> None:
+        raise UserError(f"standard output cannot be written: {error.strerror}; give it another file") from error
 
 
 # --- signals that end a command, and processes that end with it -------------------------------------------------------

@@ -463,7 +463,8 @@ def test_two_processes_and_both_names_write_the_same_bytes(bundle_dir, tmp_path)
         ("a.json", '{"prompt": "a red seven"}', "must be a list"),
         ("a.json", "[3]", "number 1 must be an object"),
         ("a.json", "a red seven", "not valid JSON"),
-        ("a.yaml", "- a red seven", "in a file that ends in .txt"),
+        ("a.yaml", "- a red seven", ["a red seven"]),
+        ("a.toml", "a red seven", "in a file that ends in .txt"),
     ],
 )
 def test_prompt_files_of_every_kind(tmp_path, name, text, prompts):

@@ -391,6 +391,18 @@ def test_closed_streams_are_no_fault_and_take_nothing_of_a_file(closed, argument
     assert (tmp_path / "file").read_text() == "kept\n"
 
 
+@pytest.mark.parametrize("arguments", [[], ["is_run"]])
+@pytest.mark.parametrize("full", [">", "2>"])
+def test_a_full_disk_of_messages_ends_no_work_and_one_of_results_is_told(full, arguments, tmp_path):
+    words = shlex.join([sys.executable, "-c", CLOSED.replace('os.write(1, b"said by a library")', ""), *arguments])
+    ended = subprocess.run(["sh", "-c", f"{words} {full}/dev/full"], cwd=tmp_path, capture_output=True, text=True)
+    if full == ">" and not arguments:
+        told = "error: standard output cannot be written: No space left on device; give it another file\n"
+        assert (ended.returncode, ended.stderr.removeprefix("warned\n")) == (2, told)
+    else:
+        assert (ended.returncode, (tmp_path / "file").read_text()) == (0, "kept\n")
+
+
 def test_a_folder_that_is_gone_is_no_place_to_be_in(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
