@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megadit.infer.decoding.rules import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.evaluate.window import Window, cut
-from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
+from megadit.infer.media.video_io import read_video
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import files_under

@@ -7,6 +7,18 @@ from PIL import Image
 MAX_PIXELS = 1 << 27
 """Most pixels of a picture, slightly more than 15360x8640."""
 
+VIDEO_SUFFIXES = tuple(
+    ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif "
+    ".mts .m2ts .m2t .3gp .3g2 .vob .mxf .y4m .m1v .m2v .h264 .264 .h265 .hevc .ivf .f4v .asf .qt .dv .mpe "
+    ".mjpeg .mjpg .nut .obu".split()
+)
+"""Suffixes of files that are read as videos."""
+IMAGE_SUFFIXES = tuple(
+    ".jpg .jpeg .png .webp .bmp .tif .tiff .ppm .jpe .jfif .pgm .pbm .pnm .gif .tga .jp2 .j2k .jpx .avif .heic "
+    ".heif .jxl .mpo .dib .qoi".split()
+)
+"""Suffixes of files that are read as pictures; of a GIF it is not known."""
+
 TRANSPARENT = "transparent"
 """Key in `info` of an image that was transparent."""
 CONVERSIONS = "conversions"

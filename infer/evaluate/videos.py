@@ -21,11 +21,11 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
-from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.rules import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
 from megadit.infer.generate.options import refuse
 from megadit.infer.generate.specs import prompts_alone
-from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container
+from megadit.infer.media.video_io import open_container
 from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
@@ -175,7 +175,7 @@ def _opens(path: Path) -> bool:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return False
-        if path.suffix.lower() != ".mp4":
+        if path.suffix.lower() in IMAGE_SUFFIXES:  # and so a GIF
             with Image.open(path):
                 return True
         with open_container(str(path)) as container:
@@ -204,7 +204,11 @@ def _caption(video: Path, folder: Path) -> str:
             captions = (isinstance(values, dict) and captions_in(values)) or ()
         else:
             with open(file, "rb") as opened:
-                captions = texts_of(opened.read(MAX_CAPTION_BYTES))
+                content = opened.read(MAX_CAPTION_BYTES)
+            try:
+                captions = texts_of(content)
+            except ValueError as error:
+                raise UserError(f"{file} cannot be read: {error}") from None
         if captions:
             return captions[0]
     return ""

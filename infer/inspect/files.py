@@ -8,9 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megadit.infer.decoding.rules import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from megadit.infer.generate.outputs import read_record
 from megadit.infer.media.animations import ANIMATION_SUFFIXES
-from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
+from megadit.infer.media.video_io import open_container, read_video
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.flops import forward_flops
 from megadit.models.packing.segments import Segment
@@ -18,7 +19,7 @@ from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.tar_files import UntrustedTarFile, latent_shapes
 
-MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
+MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
 LOOKED_AT = 500
 """Most samples of a data set to read."""
 MOST_SIZES = 6

@@ -18,6 +18,7 @@ from megadit.infer.evaluate.report.pictures import clips_at
 from megadit.infer.evaluate.videos import Clip, open_videos, prompts_of, videos_in_memory
 from megadit.infer.evaluate.window import thinned, window_of, windowed
 from megadit.infer.media.video_io import encode_mp4
+from megadit.infer.pictures import picture_files
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
@@ -43,6 +44,27 @@ def test_a_folder_in_order_with_captions_and_a_key_of_its_content(tmp_path):
     (tmp_path / "b" / "003.txt").write_text("another caption")
     assert open_videos(tmp_path / "b").key != found.key
     assert open_videos(tmp_path / "b", 4).count == 4
+
+
+@pytest.mark.parametrize("suffix", [".mov", ".webm", ".bmp", ".tif"])
+def test_a_folder_of_other_formats_than_ours(tmp_path, suffix):
+    """What `megadit prepare` reads of it."""
+    folder = write_folder(tmp_path / "a", 2)
+    first = sorted(folder.glob("*.mp4"))[0]
+    if suffix in (".mov", ".webm"):
+        first.rename(first.with_suffix(suffix))
+    else:
+        first.unlink()
+        Image.new("RGB", (30, 30)).save(first.with_suffix(suffix))
+    assert open_videos(folder).count == 2
+    assert first.with_suffix(suffix) in [*picture_files([folder])]
+
+
+def test_a_caption_that_cannot_be_read_is_named(tmp_path):
+    folder = write_folder(tmp_path / "a", 2)
+    (folder / "001.txt").write_bytes("un café très noir".encode("cp1252"))
+    with pytest.raises(UserError, match=r"001.txt cannot be read: .* likely CP1252; iconv -f CP1252"):
+        open_videos(folder)
 
 
 def write_dataset(root, *, longest=5):

@@ -5,21 +5,12 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from megadit.infer.decoding import animations
+from megadit.infer.decoding.rules import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from megadit.models.shared.documents import placeholder
 from megadit.train.data.ingest.plan import Kind
 
 HEAD_BYTES = animations.HEAD_BYTES
-SUFFIXES: dict[Kind, tuple[str, ...]] = {
-    "video": tuple(
-        ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif "
-        ".mts .m2ts .m2t .3gp .3g2 .vob .mxf .y4m .m1v .m2v .h264 .264 .h265 .hevc .ivf .f4v .asf .qt .dv .mpe "
-        ".mjpeg .mjpg .nut .obu".split()
-    ),
-    "image": tuple(
-        ".jpg .jpeg .png .webp .bmp .tif .tiff .ppm .jpe .jfif .pgm .pbm .pnm .gif .tga .jp2 .j2k .jpx .avif .heic "
-        ".heif .jxl .mpo .dib .qoi".split()
-    ),
-}
+SUFFIXES: dict[Kind, tuple[str, ...]] = {"video": VIDEO_SUFFIXES, "image": IMAGE_SUFFIXES}
 NEVER = frozenset(
     ".txt .caption .json .jsonl .ndjson .csv .tsv .parquet .toml .yaml .yml .md .npy .npz .pt .pth .safetensors .bin "
     ".pkl .pickle .py .gz .m4a .mp3 .wav .oga .opus .flac .aac .wma .mka .m4b .srt .vtt .pdf .svg .zip .tar "
