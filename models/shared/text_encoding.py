@@ -63,10 +63,10 @@ def remedy(content: bytes, option: str = "") -> str:
 
 
 def check_encoding(name: str | None) -> None:
-    """Raises UserError for an encoding that Python does not know."""
+    """Raises UserError for an encoding that Python does not know, or that is none of texts, such as base64."""
     try:
-        codecs.lookup(name or "utf-8")
-    except LookupError:
+        "a".encode(name or "utf-8")
+    except (LookupError, ValueError):
         raise UserError(f"--caption_encoding: unknown encoding {name!r}; cp1252 and gb18030 are two") from None
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megadit.infer.generate.specs import prompt_lines
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.text_encoding import decoded, encoding_of, likely_encoding
+from megadit.models.shared.text_encoding import check_encoding, decoded, encoding_of, likely_encoding
 
 UTF_16 = ("utf-16-le", "utf-16-be")
 TEXTS = {
@@ -46,6 +46,13 @@ def test_any_bytes_have_an_encoding_or_a_reason(encoding, content):
             decoded(content, named)
         except ValueError as error:
             assert "iconv -f" in str(error)
+
+
+@pytest.mark.parametrize("name", ["latin-99", "rot13", "base64", "undefined", "a\0b"])
+def test_what_is_no_encoding_of_texts_is_refused(name):
+    with pytest.raises(UserError, match=r"--caption_encoding: unknown encoding .*; cp1252 and gb18030 are two"):
+        check_encoding(name)
+    check_encoding(None)
 
 
 def test_prompts_in_another_encoding_say_what_converts_them(tmp_path):
