@@ -27,6 +27,13 @@ PLACEHOLDERS = {
     b"<": "a web page, not the file itself; download it again",
 }
 """First bytes of what often lies in a file's place -> what it is."""
+_NO_TEXTS = {
+    b"version https://git-lfs": PLACEHOLDERS[b"version "],
+    b"<!doctype html": PLACEHOLDERS[b"<"],
+    b"<html": PLACEHOLDERS[b"<"],
+    b"{\\rtf": "a document of a word processor (RTF); save it as plain text",
+}
+"""Beginning of a text, in small letters -> what it is in the place of plain text."""
 OTHER_FILES = PLACEHOLDERS | {
     b"GGUF": "a quantised GGUF file; give the original safetensors",
     b"PK\3\4": "a zip file, as torch.save writes, no safetensors file; name it .pt",
@@ -98,7 +105,7 @@ def _string_or_blank(found: re.Match[str]) -> str:
 
 def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_text: bool = False) -> Any:
     """The value of an untrusted YAML document, with plain values only; with `is_text` these are texts as they are
-    written, or None: a clip may be called 0001, and `no` may be its caption.
+    written, or None (a clip may be called 0001, and `no` may be its caption), and several documents are a list.
 
     Aliases (`*name`) are rejected: a few lines of them can expand to more values than memory holds.
 
@@ -108,7 +115,10 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_
     check_size(len(text), where, max_bytes)
     try:
         _check_depth((_step(event, where) for event in yaml.parse(text, Loader=_LOADER)), where)
-        return yaml.load(text, Loader=_TextLoader if is_text else _Loader)
+        if not is_text:
+            return yaml.load(text, Loader=_Loader)
+        documents = [each for each in yaml.load_all(text, Loader=_TextLoader) if each is not None]
+        return documents[0] if len(documents) == 1 else documents
     except UserError:
         raise
     except (ValueError, yaml.YAMLError) as error:
@@ -139,6 +149,13 @@ def placeholder(head: bytes) -> str | None:
     if not head:
         return "an empty file"
     return next((what for magic, what in PLACEHOLDERS.items() if head.startswith(magic)), None)
+
+
+def check_plain_text(content: bytes) -> None:
+    """Raises ValueError for what is text, but not the one that belongs there."""
+    head = content[:64].lstrip().lower()
+    if found := next((what for magic, what in _NO_TEXTS.items() if head.startswith(magic)), None):
+        raise ValueError(f"it is {found}")
 
 
 def check_pickle(content: bytes, where: str) -> None:

@@ -57,9 +57,10 @@ def likely_encoding(head: bytes) -> str | None:
 def remedy(content: bytes, option: str = "") -> str:
     """How to read a text that is not UTF-8: by the option, or converted before."""
     name = likely_encoding(content[:HEAD_BYTES])
-    likely = f", but likely {name.upper()}" if name else ""
-    name = name or "ENCODING"
-    return f"{likely}; {f'{option} {name} reads it' if option else f'iconv -f {name.upper()} -t UTF-8 converts it'}"
+    if name is None:
+        return f"; it is no text, or in an encoding to give to {option or 'iconv -f'}"
+    reads = f"{option} {name} reads it" if option else f"iconv -f {name.upper()} -t UTF-8 converts it"
+    return f", but likely {name.upper()}; {reads}"
 
 
 def check_encoding(name: str | None) -> None:

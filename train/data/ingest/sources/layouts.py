@@ -30,7 +30,7 @@ from megadit.models.shared.captions import (
     score_in,
     texts_of,
 )
-from megadit.models.shared.documents import parse_loose_json, parse_yaml
+from megadit.models.shared.documents import check_plain_text, parse_loose_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.text_encoding import decoded
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
@@ -105,7 +105,7 @@ def find_tables(folder: Folder, split: str, reading: Reading) -> list[Table]:
         stem = name.removesuffix(path.suffix)
         if path.suffix.lower() in SIDE_SUFFIXES and (stem in folder or _is_of_media(folder, stem)):
             continue  # it is the caption of a single file
-        if table_name(name).stem == METADATA:
+        if table_name(name).stem == METADATA and path.suffix.lower() not in YAML:
             metadata.append(_table(folder, name))
             continue
         if split_of(name, is_file=True) not in (None, split):
@@ -252,6 +252,7 @@ def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, 
     Raises:
         ValueError: if it is broken, or of another encoding.
     """
+    check_plain_text(content)
     text = decoded(content, reading.caption_encoding, "--caption_encoding").strip()
     suffix = PurePosixPath(name).suffix.lower()
     if suffix in YAML:

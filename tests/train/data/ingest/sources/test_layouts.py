@@ -85,6 +85,7 @@ BESIDE = {
     "nothing that is seen, in json": ({"a.json": {"caption": ["\0\x7f", "a cat"]}}, ("a cat",)),
     "not a number": ({"a.json": '{"caption": NaN}'}, ()),
     "yaml": ({"a.yaml": "# by hand\ncaption: a cat\nscore: 010\n"}, ("a cat",)),
+    "yaml between lines": ({"a.yaml": "---\ncaption: a cat\n---\n"}, ("a cat",)),
     "yaml of a text": ({"a.yml": "a cat\n"}, ("a cat",)),
     "yaml of what is no text": ({"a.png.yaml": "captions: [no, 2024-01-01, 0x10, ~]"}, ("no", "2024-01-01", "0x10")),
     "conversation": (
@@ -208,6 +209,22 @@ def test_msr_vtt(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\n<!DOCTYPE html><html>", "a web page"),
+        (b"{\\rtf1 a cat}", "save it as plain text"),
+        (bytes(range(256)), "it is no text"),
+    ],
+)
+def test_what_lies_in_a_caption_s_place_is_named(tmp_path, content, what):
+    write(tmp_path, A | B | {"a.txt": content, "b.txt": "<subject> runs", "metadata.yaml": "title: ours\n"})
+    listing = list_folder(tmp_path, "image")
+    assert [source.captions for source in listing.sources] == [("<subject> runs",)]
+    assert [what in skip.detail for skip in listing.skips] == [True]
+
+
 @pytest.mark.parametrize("content", ["a café".encode("cp1252"), b'{"caption": "\\ud800"}'], ids=["cp1252", "half"])
 def test_what_cannot_be_read_is_left_out_and_not_kept_without_a_caption(tmp_path, content):
     write(tmp_path, A | B | {"b.txt": "a dog", "a.json" if content[:1] == b"{" else "a.txt": content})
@@ -234,6 +251,7 @@ TABLES = {
     "ltx": {"captions.json": [{"media_path": f"{text[0]}.png", "caption": text[1:]} for text in ("aa cat", "ba dog")]},
     "by file": {"captions.json": {"a.png": "a cat", "b.png": "a dog"}},
     "yaml by file": {"captions.yaml": "a.png: a cat\nb.png:\n  caption: a dog\n"},
+    "yaml of documents": {"any.yaml": "---\nfile: a.png\ncaption: a cat\n---\nfile: b.png\ncaption: a dog\n"},
     "yaml of rows": {"any.yml": "- file: a.png\n  caption: a cat\n- {file: b.png, caption: a dog}\n"},
     "yaml of texts": {"captions.yaml": "a: [a cat]\nb: [a dog]\n"},
     "within an object": {"captions.json": {"version": 1, "captions": {"a.png": "a cat", "b.png": "a dog"}}},
