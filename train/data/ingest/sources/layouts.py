@@ -41,6 +41,7 @@ from megadit.train.dataset.places import is_url
 
 METADATA = "metadata"
 SIDE_SUFFIXES = (".json", ".txt", ".caption", *YAML)
+_TREES = (".json", *YAML)
 MEDIA_FOLDERS = frozenset("videos video images image clips media".split())
 TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "txt", "annotations")
 FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
@@ -105,13 +106,14 @@ def find_tables(folder: Folder, split: str, reading: Reading) -> list[Table]:
         stem = name.removesuffix(path.suffix)
         if path.suffix.lower() in SIDE_SUFFIXES and (stem in folder or _is_of_media(folder, stem)):
             continue  # it is the caption of a single file
-        if table_name(name).stem == METADATA and path.suffix.lower() not in YAML:
-            metadata.append(_table(folder, name))
+        table = _table(folder, name)
+        if table_name(name).stem == METADATA and (path.suffix.lower() not in _TREES or _names_files(folder, table)):
+            metadata.append(table)
             continue
         if split_of(name, is_file=True) not in (None, split):
             continue
-        documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() in (".json", *YAML))
-        if documents[path.parent] <= MOST_DOCUMENTS and _is_of_captions(folder, table := _table(folder, name), reading):
+        documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() in _TREES)
+        if documents[path.parent] <= MOST_DOCUMENTS and _is_of_captions(folder, table, reading):
             others.append(table)
     return [*metadata, *_lists(folder), *others]
 
@@ -141,6 +143,18 @@ def _lists(folder: Folder) -> Iterator[Table]:
             texts = next((base + each for each in TEXT_LISTS if base + each in folder), None)
             if texts and base != files:
                 yield Table(folder.path(texts), texts, base, folder.path(files))
+
+
+def _names_files(folder: Folder, table: Table) -> bool:
+    """Whether a table that is called `metadata` names any file, there or not, or is broken: it may be about the folder
+    as a whole."""
+    resolver = Resolver(folder, table.base)
+    try:
+        rows = list(islice(table.rows(), LOOKED_AT))
+    except (UserError, ValueError):
+        return True
+    named = (name for row in rows for column in file_columns(tuple(row)) for name in files_of(row[column]))
+    return any(is_media_name(name) or resolver.resolve(name) for name in named)
 
 
 def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:

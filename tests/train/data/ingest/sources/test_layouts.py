@@ -219,7 +219,7 @@ def test_msr_vtt(tmp_path):
     ],
 )
 def test_what_lies_in_a_caption_s_place_is_named(tmp_path, content, what):
-    write(tmp_path, A | B | {"a.txt": content, "b.txt": "<subject> runs", "metadata.yaml": "title: ours\n"})
+    write(tmp_path, A | B | {"a.txt": content, "b.txt": "<subject> runs"})
     listing = list_folder(tmp_path, "image")
     assert [source.captions for source in listing.sources] == [("<subject> runs",)]
     assert [what in skip.detail for skip in listing.skips] == [True]
@@ -320,6 +320,15 @@ def test_a_table_that_is_not_read_says_which_are(tmp_path):
 def test_words_with_quotes_stay_in_lines_without_a_header(tmp_path):
     write(tmp_path, A | B | {"captions.txt": 'a.png "one" big cat: red\nb.png a dog "here\n'})
     assert captions(tmp_path) == {"a.png": ('"one" big cat: red',), "b.png": ('a dog "here',)}
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "metadata.yaml"])
+def test_metadata_of_the_folder_as_a_whole_is_no_table(tmp_path, name):
+    write(tmp_path, A | B | {name: {"title": "ours", "license": "CC0"}, "a.txt": "a cat", "b.txt": "a dog"})
+    assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+    write(tmp_path, {name: {"c.png": "ours"}})
+    with pytest.raises(UserError, match="missing file"):
+        captions(tmp_path)
 
 
 def test_labels_lie_beside_the_videos(tmp_path):
