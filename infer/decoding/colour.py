@@ -23,7 +23,7 @@ _Places = Sequence[tuple[float, float]]
 _SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
 _D65 = (0.3127, 0.3290)
 _BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
-"""From XYZ to what the cones of the eye see, as ICC profiles adapt whites."""
+"""Matrix from XYZ to the responses of the eye's cones, by which ICC profiles adapt whites."""
 _WHITE_NITS = 203.0
 """Luminance of diffuse white in HLG and PQ, in nits (BT.2408)."""
 _PEAK = 1000.0 / _WHITE_NITS
@@ -32,7 +32,7 @@ _KNEE = 0.75
 _NEARLY_SRGB = 2
 """Largest change of a colour, 0..255, by a profile that still counts as sRGB."""
 _SRGB_GAMMA = 1 / 2.2
-"""What PNGs in sRGB give as their gamma."""
+"""Gamma of PNGs in sRGB."""
 
 
 def conversion(transfer: int, primaries: int) -> str:

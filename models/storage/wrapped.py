@@ -61,7 +61,7 @@ def open_tensor_file(path: Path) -> TensorSource:
     if not head.startswith(TORCH_MAGIC):
         raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
-    averages = _averages_in_order(values)
+    ema_tensors = _ema_in_order(values)
     for _ in range(_MOST_NESTED):  # a dictionary may hold itself
         if not isinstance(values, dict) or (deeper := _deeper(values)) is None:
             break
@@ -75,18 +75,18 @@ def open_tensor_file(path: Path) -> TensorSource:
             raise UserError(f"{path}: {name} is a sparse or quantised tensor, or without values: save plain ones")
     if not any(tensor.numel() for tensor in tensors.values()):
         raise UserError(f"{path} holds tensors without a number, as of ZeRO-3: gather them with its zero_to_fp32.py")
-    if averages:
+    if ema_tensors:
         parameters = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-        if [each.shape for each in averages] != [each.shape for each in parameters.values()]:
+        if [each.shape for each in ema_tensors] != [each.shape for each in parameters.values()]:
             raise UserError(
-                f"{path} holds EMA weights without names, {len(averages)} tensors that do not fit its "
+                f"{path} holds EMA weights without names, {len(ema_tensors)} tensors that do not fit its "
                 f"{len(parameters)} named ones: save the network's state_dict() with these values"
             )
-        tensors |= dict(zip(parameters, averages, strict=True))
+        tensors |= dict(zip(parameters, ema_tensors, strict=True))
     return from_state_dict(tensors, str(path))
 
 
-def _averages_in_order(values: Any, depth: int = 0) -> list[Tensor]:
+def _ema_in_order(values: Any, depth: int = 0) -> list[Tensor]:
     """EMA weights as torch-ema and diffusers' EMAModel keep them, in the order of the parameters; []: none."""
     if not isinstance(values, dict) or depth == _MOST_NESTED // 2:
         return []
@@ -94,7 +94,7 @@ def _averages_in_order(values: Any, depth: int = 0) -> list[Tensor]:
     if isinstance(found, list) and found and all(isinstance(each, Tensor) for each in found):
         return found
     inner = (value for key, value in values.items() if isinstance(value, dict) and _is_average(key, value))
-    return next(filter(None, (_averages_in_order(value, depth + 1) for value in inner)), [])
+    return next(filter(None, (_ema_in_order(value, depth + 1) for value in inner)), [])
 
 
 def _is_average(key: Any, value: Mapping[Any, Any]) -> bool:
@@ -156,9 +156,9 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
         chosen = ema_weights or prefixes
         if len(chosen) > 1:
             raise UserError(f"{source.label} holds several networks, {', '.join(sorted(prefixes))}: give one by itself")
-        averages = {name: _LIT_EMA + name.removeprefix("model.").replace(".", "") for name in names}
-        averages = {name: names[average] for name, average in averages.items() if average in names}
-        names = _without(chosen[0], names | averages)
+        ema_names = {name: _LIT_EMA + name.removeprefix("model.").replace(".", "") for name in names}
+        ema_names = {name: names[average] for name, average in ema_names.items() if average in names}
+        names = _without(chosen[0], names | ema_names)
     if len(names) < len(source.stored) or any(short != name for short, name in names.items()):
         stored = {short: source.stored[name] for short, name in names.items()}
         source = TensorSource(source.label, stored, lambda short, read=source.read: read(names[short]), source.metadata)

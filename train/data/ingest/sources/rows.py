@@ -213,7 +213,7 @@ def json_rows(document: Any) -> Iterator[Any]:
     MSR-VTT."""
     if isinstance(document, list):
         for row in document:
-            yield {"file_name": row[0], "caption": row[1]} if _is_pair(row) else row
+            yield {"file_name": row[0], "caption": row[1]} if _is_file_and_caption(row) else row
         return
     if not isinstance(document, dict):
         raise UserError("a table in JSON or YAML is a list of rows, or an object")
@@ -247,7 +247,7 @@ def json_rows(document: Any) -> Iterator[Any]:
         yield {"file_name": name} | (value if isinstance(value, dict) else {"caption": value} if is_text else {})
 
 
-def _is_pair(row: Any) -> bool:
+def _is_file_and_caption(row: Any) -> bool:
     return isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and is_media_name(row[0])
 
 
