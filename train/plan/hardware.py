@@ -34,85 +34,26 @@ class Gpu:
 
 
 GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            name="a100-40gb",
-            memory=40 * GIB,
-            bf16_flops=312 * TERA,
-            memory_bandwidth=1555 * GB,
-            link_bandwidth=300 * GB,
-            network_bandwidth=25 * GB,
-            host_bandwidth=32 * GB,
-        ),
-        Gpu(
-            name="a100-80gb",
-            memory=80 * GIB,
-            bf16_flops=312 * TERA,
-            memory_bandwidth=2039 * GB,
-            link_bandwidth=300 * GB,
-            network_bandwidth=25 * GB,
-            host_bandwidth=32 * GB,
-        ),
-        Gpu(
-            name="l40s-48gb",
-            memory=48 * GIB,
-            bf16_flops=362 * TERA,
-            memory_bandwidth=864 * GB,
-            link_bandwidth=32 * GB,
-            network_bandwidth=25 * GB,
-            host_bandwidth=32 * GB,
-        ),
-        Gpu(
-            name="h100-80gb",
-            memory=80 * GIB,
-            bf16_flops=989 * TERA,
-            memory_bandwidth=3350 * GB,
-            link_bandwidth=450 * GB,
-            network_bandwidth=50 * GB,
-        ),
-        Gpu(
-            name="h200-141gb",
-            memory=141 * GIB,
-            bf16_flops=989 * TERA,
-            memory_bandwidth=4800 * GB,
-            link_bandwidth=450 * GB,
-            network_bandwidth=50 * GB,
-        ),
-        Gpu(
-            name="b200-180gb",
-            memory=180 * GIB,
-            bf16_flops=2250 * TERA,
-            memory_bandwidth=8000 * GB,
-            link_bandwidth=900 * GB,
-            network_bandwidth=50 * GB,
-        ),
-        Gpu(
-            name="b300-288gb",
-            memory=288 * GIB,
-            bf16_flops=2250 * TERA,
-            memory_bandwidth=8000 * GB,
-            link_bandwidth=900 * GB,
-            network_bandwidth=100 * GB,
-        ),
-        Gpu(
-            name="rtx-pro-6000-96gb",
-            memory=96 * GIB,
-            bf16_flops=504 * TERA,
-            memory_bandwidth=1792 * GB,
-            link_bandwidth=64 * GB,
-            network_bandwidth=50 * GB,
-        ),
-        Gpu(
-            name="gb200-186gb",
-            memory=186 * GIB,
-            bf16_flops=2500 * TERA,
-            memory_bandwidth=8000 * GB,
-            link_bandwidth=900 * GB,
-            network_bandwidth=50 * GB,
-            host_bandwidth=225 * GB,
-            per_node=4,
-        ),
+    name: Gpu(
+        name=name,
+        memory=memory * GIB,
+        bf16_flops=bf16 * TERA,
+        memory_bandwidth=own * GB,
+        link_bandwidth=link * GB,
+        network_bandwidth=network * GB,
+        host_bandwidth=host * GB,
+        per_node=per_node,
+    )
+    for name, memory, bf16, own, link, network, host, per_node in (
+        ("a100-40gb", 40, 312, 1555, 300, 25, 32, 8),
+        ("a100-80gb", 80, 312, 2039, 300, 25, 32, 8),
+        ("l40s-48gb", 48, 362, 864, 32, 25, 32, 8),
+        ("h100-80gb", 80, 989, 3350, 450, 50, 64, 8),
+        ("h200-141gb", 141, 989, 4800, 450, 50, 64, 8),
+        ("b200-180gb", 180, 2250, 8000, 900, 50, 64, 8),
+        ("b300-288gb", 288, 2250, 8000, 900, 100, 64, 8),
+        ("rtx-pro-6000-96gb", 96, 504, 1792, 64, 50, 64, 8),
+        ("gb200-186gb", 186, 2500, 8000, 900, 50, 225, 4),
     )
 }
 """GPUs by name. Network: one 400 Gb/s port per GPU from Hopper on, 200 Gb/s before."""

@@ -1,25 +1,21 @@
 """MovieGen's networks (arXiv 2410.13720) under the names and with the settings of NeMo's `ditllama` factories.
 
 Their text passes the MLP only (`model.compat=nemo` builds that); here it is added to the tokens, as the paper has it.
+Stages, at the end, are on real data, of 256, 8,192 and 73,728 tokens: images, then clips, then more pixels. Their packs
+are those of DiT-7B's stages; the second and third start from the weights of the run before (checkpoint.init_from=RUN).
 """
 
 from dataclasses import replace
 
+from megadit.models.configs.block import ExpertConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EmaConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
-from megadit.train.recipes.pretrain import TP2, pretrain_7b
+from megadit.train.config.schema import ParallelConfig, RunConfig
+from megadit.train.recipes.performance import mock_dit7b_8k
+from megadit.train.recipes.pretrain import TP2, pretrain_7b, stage1_7b_256, stage2_7b_8k, stage3_7b_74k
 from megadit.train.recipes.registry import recipe, variant
 
 _FSDP = ParallelConfig(data_parallel="fsdp")
+_FSDP_TP2 = replace(_FSDP, tensor_model_parallel_size=2, sequence_parallel=True)
 
 
 @recipe
@@ -31,19 +27,7 @@ def mock_ditllama5b_8k() -> RunConfig:
     Tokens: 262,144 a step (32 packs of 8,192).
     Memory: 25 GiB a rank.
     """
-    return RunConfig(
-        recipe="mock_ditllama5b_8k",
-        model=NAMED_CONFIGS["moviegen_5b"],
-        data=DataConfig(
-            mock=True, seq_length=8192, text_seq_length=512, global_batch_size=32, mock_latent_shapes=((32, 32, 32),)
-        ),
-        train=TrainConfig(train_iters=15, log_interval=1),
-        optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
-        parallel=replace(TP2, data_parallel="fsdp"),
-        ema=EmaConfig(sigma_rels=()),
-        checkpoint=CheckpointConfig(save_interval=1_000_000),
-        validation=ValidationConfig(interval=0),
-    )
+    return variant(mock_dit7b_8k(), model=NAMED_CONFIGS["moviegen_5b"])
 
 
 @recipe
@@ -198,3 +182,106 @@ def pretrain_ditllama30b_stage3_mock_with_pp() -> RunConfig:
             context_parallel_comm="ring",
         ),
     )
+
+
+@recipe
+def pretrain_ecditllama1b() -> RunConfig:
+    """MovieGen-1B with 64 experts that choose their tokens (EC-DiT, arXiv 2410.02098), on single images of 256 pixels.
+
+    The numbers are those of NeMo's `pretrain_ecditllama1b`: each expert is an eighth as wide as the MLP it stands for,
+    and a token has eight on average. What ranks share is ours: NeMo's needs a Megatron of its own.
+
+    Command: torchrun --nnodes 4 --nproc-per-node 8 -m megadit.train --recipe pretrain_ecditllama1b data.path=FOLDER
+    Hardware: 32 GPUs with 80 GB; the experts are spread over the eight of a node.
+    Tokens: 589,824 a step (2,304 packs of 256, one image each).
+    Memory: 60 GiB a rank.
+    """
+    experts = ExpertConfig(num_experts=64, routing="expert_choice", capacity_factor=8.0, ffn_hidden_size=1024)
+    return variant(
+        pretrain_ditllama1b(),
+        model=dict(experts=experts),
+        data=dict(micro_batch_size=72, global_batch_size=2304, min_aesthetic_score=5.0),
+        parallel=ParallelConfig(data_parallel="fsdp", expert_model_parallel_size=8),
+    )
+
+
+# --- stages on real data ----------------------------------------------------------------------------------------
+
+
+@recipe
+def stage1_5b_256() -> RunConfig:
+    """The first of three stages of MovieGen-5B: images of 256 pixels, 256 tokens each.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage1_5b_256 data.path=FOLDER
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 1.2 million a step (512 packs of 2,304).
+    Memory: 47 GiB a rank.
+    """
+    return variant(stage1_7b_256(), model=NAMED_CONFIGS["moviegen_5b"])
+
+
+@recipe
+def stage2_5b_8k() -> RunConfig:
+    """The second stage: images and clips of 256 pixels, up to 32 latent frames (8,192 tokens).
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage2_5b_8k data.path=FOLDER
+        checkpoint.init_from=RUN
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 1.3 million a step (128 packs of 10,240).
+    Memory: 45 GiB a rank.
+    """
+    return variant(stage2_7b_8k(), model=NAMED_CONFIGS["moviegen_5b"])
+
+
+@recipe
+def stage3_5b_74k() -> RunConfig:
+    """The third stage: images and clips of 768 pixels, up to 32 latent frames (73,728 tokens).
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage3_5b_74k data.path=FOLDER
+        checkpoint.init_from=RUN
+    Hardware: 256 GPUs with 80 GB; four context-parallel ranks share a pack.
+    Tokens: 4.7 million a step (64 packs of 73,728).
+    Memory: 61 GiB a rank.
+    """
+    return variant(stage3_7b_74k(), model=NAMED_CONFIGS["moviegen_5b"])
+
+
+@recipe
+def stage1_30b_256() -> RunConfig:
+    """The first of three stages of MovieGen-30B: images of 256 pixels, 256 tokens each.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage1_30b_256 data.path=FOLDER
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 1.2 million a step (512 packs of 2,304).
+    Memory: 43 GiB a rank.
+    """
+    return variant(stage1_7b_256(), model=NAMED_CONFIGS["moviegen_30b"], parallel=_FSDP)
+
+
+@recipe
+def stage2_30b_8k() -> RunConfig:
+    """The second stage: images and clips of 256 pixels, up to 32 latent frames (8,192 tokens).
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage2_30b_8k data.path=FOLDER
+        checkpoint.init_from=RUN
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 1.3 million a step (128 packs of 10,240).
+    Memory: 27 GiB a rank.
+    """
+    return variant(
+        stage2_7b_8k(), model=NAMED_CONFIGS["moviegen_30b"], parallel=replace(_FSDP_TP2, context_parallel_size=4)
+    )
+
+
+@recipe
+def stage3_30b_74k() -> RunConfig:
+    """The third stage: images and clips of 768 pixels, up to 32 latent frames (73,728 tokens).
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage3_30b_74k data.path=FOLDER
+        checkpoint.init_from=RUN
+    Hardware: 256 GPUs with 80 GB; eight context-parallel ranks share a pack.
+    Tokens: 4.7 million a step (64 packs of 73,728).
+    Memory: 68 GiB a rank.
+    """
+    parallel = replace(_FSDP_TP2, context_parallel_size=8)
+    return variant(stage3_7b_74k(), model=NAMED_CONFIGS["moviegen_30b"], parallel=parallel)

@@ -18,6 +18,7 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
+from megadit.train.recipes.pretrain import TP2
 from megadit.train.recipes.registry import recipe, variant
 
 
@@ -53,12 +54,7 @@ def performance_7b_8k() -> RunConfig:
     Tokens: 2.1 million a step (256 packs of 8,192).
     Memory: 43 GiB a rank.
     """
-    return variant(
-        performance_7b_8k_baseline(),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer"
-        ),
-    )
+    return variant(performance_7b_8k_baseline(), parallel=TP2)
 
 
 @recipe
