@@ -1,7 +1,7 @@
 """Contact sheets of clips."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,14 @@ from megadit.train.monitoring.curves import BACKGROUND, TEXT
 RIGHT, WRONG, NOTE = "#5dd39e", "#ff6b6b", "#f2c14e"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SheetRow:
     """One clip of the contact sheet."""
 
     caption: str
     video_CTHW: Tensor
     """Clip in [-1, 1]."""
-    is_right: dict[str, bool]
+    is_right: dict[str, bool] = field(default_factory=dict)
     """Verdicts of the classifier on the clip, in the order of display."""
     note: str = ""
 

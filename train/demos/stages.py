@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 
@@ -20,16 +20,6 @@ from megadit.models.shared.progress import duration
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.hardware import Gpu, ranks_that_gain, this_device
 from megadit.train.plan.throughput import step_seconds
-
-
-class HasFolder(Protocol):
-    """Argument of a demo's stages."""
-
-    @property
-    def out(self) -> Path: ...
-
-
-Demo = TypeVar("Demo", bound=HasFolder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +45,12 @@ class TrainingDemo:
     @property
     def videos(self) -> Path:
         return self.out / "videos"
+
+    def clips(self, name: str) -> Path:
+        return self.out / f"{name.replace(' ', '-')}.safetensors"
+
+
+Demo = TypeVar("Demo", bound=TrainingDemo)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +226,15 @@ def check_base(bundle: Path) -> None:
     """Raises UserError where the model that a demo starts from is not there."""
     if not bundle.is_dir():
         raise UserError(f"there is no bundle {bundle}; run `megadit demo` first, or name one with --bundle")
+
+
+def run_and_show(
+    demo: Demo, stages: Sequence[Stage[Demo]], table: Callable[[dict[str, Any]], str], *pictures: Path
+) -> None:
+    """Runs the stages, and prints the table of their scores, their times, and where to look."""
+    seconds = run_stages(demo, stages)
+    print(table(read_json(demo.out / "score.json")))
+    print(f"{summary_of_seconds(seconds)}\n\nLook at {' and '.join(map(str, pictures))}.")
 
 
 def summary_of_seconds(seconds: dict[str, float]) -> str:

@@ -4,8 +4,8 @@
                 + exposed context exchange + exchange of tokens with experts + exposed offloading
     step        = micro-batch x (micro-batches + (p - 1) / v)  +  exposed gradients and weights  +  update
 
-Two constants are fitted to published throughputs (`calibration`): the fractions of the data sheet's rate that matrix
-products and attention reach. The others are set by hand here.
+Two constants are fitted to published throughputs: the fractions of the data sheet's rate that matrix products and
+attention reach. The others are set by hand here.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Calibration:
 
 
 H100_CALIBRATION = Calibration(matmul=0.818, attention=0.409)
-"""Fitted to the two published throughputs of the 7B model; see `calibration` and LAYOUTS.md."""
+"""Fitted to the two published throughputs of the 7B model; see `tests/train/plan/test_calibration.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

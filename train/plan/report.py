@@ -10,6 +10,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import GIB, memory_in_words
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
+from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.budget import budget
 from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import Gpu, this_device, this_machines_memory
@@ -31,7 +32,7 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
     Raises:
         UserError: if the run does not fit into the memory of `gpu`, or its data set cannot be used.
     """
-    info = None if config.data.mock or config.data.path is None else check_dataset(config)
+    info = _dataset(config)
     config = with_shapes_of(info, config)
     decided = config if gpu is None else with_recompute(config, gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
@@ -63,7 +64,7 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     Raises:
         UserError: if no layout fits.
     """
-    config = _with_own_shapes(config)
+    config = with_shapes_of(_dataset(config), config)
     choices = rank_layouts(config, gpus, gpu)
     if not choices:
         raise UserError(f"no layout of {gpus} GPUs divides data.global_batch_size={config.data.global_batch_size}")
@@ -91,7 +92,7 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     Raises:
         UserError: if the layout is not possible on `gpus` GPUs.
     """
-    decided = with_recompute(_with_own_shapes(config), gpus, gpu.memory)
+    decided = with_recompute(with_shapes_of(_dataset(config), config), gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
     parts = budget(decided, layout, gpu)
     total = sum(part.seconds for part in parts)
@@ -106,19 +107,17 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     console.print(table)
     needed, available = memory_of(decided, layout).total, usable_memory(gpu)
     fit = "" if needed <= available else ": it does not fit (without --explain, layouts that do)"
-    console.print(
+    speed = f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU"
+    for line in (
         f"{memory_in_words(needed)} on each GPU, of {memory_in_words(available)} usable{fit}",
-        highlight=False,
-    )
-    console.print(
-        f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; estimates: `make gpu-check` measures them",
-        highlight=False,
-    )
+        f"{speed}; estimates: `make gpu-check` measures them",
+    ):
+        console.print(line, highlight=False)
 
 
-def _with_own_shapes(config: RunConfig) -> RunConfig:
-    """`config` with the sizes of its data set, if it has one."""
-    return with_shapes_of(None if config.data.mock or config.data.path is None else check_dataset(config), config)
+def _dataset(config: RunConfig) -> DatasetInfo | None:
+    """The data set of a run, if it has one."""
+    return None if config.data.mock or config.data.path is None else check_dataset(config)
 
 
 def _ms(*seconds: float) -> list[str]:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +26,9 @@ from megadit.models.shared.progress import duration
 from megadit.models.shared.resources import GIB
 from megadit.train.config.load import change, to_yaml
 from megadit.train.config.schema import RunConfig
-from megadit.train.plan.estimate import H100_CALIBRATION, Calibration, estimate_step, tokens_per_second
-from megadit.train.plan.hardware import Gpu, find_gpu
-from megadit.train.plan.layout import Layout
+from megadit.train.plan.estimate import H100_CALIBRATION, Calibration, estimate_step
+from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.search import Choice, rank_layouts
-from megadit.train.recipes import load_recipe
 
 Outcome = Literal["measured", "crashed", "out of memory", "hung"]
 WARMUP = 2
@@ -186,54 +183,6 @@ def _print_rows(rows: list[Row]) -> None:
     Console(width=160).print(table)
 
 
-# Fits the planner's two constants to measured throughputs.
-# The measurements are those that NeMo's documentation publishes for DiT on 32 DGX H100 (256 GPUs) with fixed shapes
-# and mock data. It does not state the global batch size; 256 packs, as in its example command, are assumed.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """A recipe's throughput on some GPUs."""
-
-    recipe: str
-    gpu: str
-    num_gpus: int
-    tokens_per_second: float
-    """Per GPU."""
-
-
-PUBLISHED = (
-    Measurement(recipe="performance_7b_8k", gpu="h100-80gb", num_gpus=256, tokens_per_second=10_052),
-    Measurement(recipe="performance_7b_74k", gpu="h100-80gb", num_gpus=256, tokens_per_second=3_409),
-    Measurement(recipe="performance_28b_8k", gpu="h100-80gb", num_gpus=256, tokens_per_second=2_510),
-    Measurement(recipe="performance_28b_64k", gpu="h100-80gb", num_gpus=256, tokens_per_second=1_386),
-)
-
-
-def predict(measurement: Measurement, calibration: Calibration) -> float:
-    """Throughput that the planner predicts for the setup of `measurement`."""
-    config, layout, gpu = _setup(measurement)
-    return tokens_per_second(config, layout, estimate_step(config, layout, gpu, calibration).total)
-
-
-@cache
-def _setup(measurement: Measurement) -> tuple[RunConfig, Layout, Gpu]:
-    """The run of a measurement, its layout and its hardware."""
-    config = load_recipe(measurement.recipe)
-    return config, Layout.of(config, measurement.num_gpus), find_gpu(measurement.gpu)
-
-
-def fit(short: Measurement, long: Measurement) -> Calibration:
-    """Constants that reproduce two measurements: of short sequences, dominated by matrix products, and of long ones,
-    dominated by attention. Each constant in turn is set by bisection until both agree.
-    """
-    calibration = Calibration(matmul=0.6, attention=0.4)
-    for _ in range(20):
-        calibration = _solve(short, calibration, "matmul")
-        calibration = _solve(long, calibration, "attention")
-    return calibration
-
-
 def fit_measured(predict: Callable[[Calibration], Sequence[float]], measured: Sequence[float]) -> Calibration:
     """Constants with the least squared error of log seconds (Gauss-Newton in their logarithms).
 
@@ -259,14 +208,3 @@ def fit_measured(predict: Callable[[Calibration], Sequence[float]], measured: Se
 
 def _constants(logs: np.ndarray) -> Calibration:
     return Calibration(matmul=math.exp(logs[0]), attention=math.exp(logs[1]))
-
-
-def _solve(measurement: Measurement, calibration: Calibration, name: str) -> Calibration:
-    """`calibration` with the constant `name` such that the prediction equals the measurement."""
-    low, high = 0.05, 1.5
-    for _ in range(40):
-        middle = (low + high) / 2
-        candidate = replace(calibration, **{name: middle})
-        too_slow = predict(measurement, candidate) < measurement.tokens_per_second
-        low, high = (middle, high) if too_slow else (low, middle)
-    return candidate

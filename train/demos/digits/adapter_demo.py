@@ -26,15 +26,7 @@ from megadit.train.demos.clips import as_float
 from megadit.train.demos.contact_sheets import spread
 from megadit.train.demos.digits import classifier, score, subject
 from megadit.train.demos.digits.data import Attributes, random_attributes, random_captions
-from megadit.train.demos.stages import (
-    FollowingDemo,
-    FollowingOptions,
-    Stage,
-    following_demo,
-    run_stages,
-    summary_of_seconds,
-    write_blend,
-)
+from megadit.train.demos.stages import FollowingDemo, FollowingOptions, Stage, following_demo, run_and_show, write_blend
 
 NUM_PRIOR = 256
 CLASS_STRIDE = 3
@@ -64,9 +56,6 @@ class AdapterDemo(FollowingDemo):
 
     def adapter(self, name: str) -> Path:
         return self.out / name.replace(" ", "-")
-
-    def clips(self, name: str) -> Path:
-        return self.out / f"{name.replace(' ', '-')}.safetensors"
 
     @cached_property
     def subject_attributes(self) -> list[Attributes]:
@@ -98,23 +87,16 @@ def _prior(demo: AdapterDemo) -> None:
 
 
 def _train(demo: AdapterDemo, name: str) -> None:
-    data = _blend(demo) if name == "with prior" else demo.subject
+    data = demo.subject
+    if name == "with prior":  # one clip of the subject for each of the prior
+        data = demo.out / "with-prior.yaml"
+        write_blend(data, [demo.subject, demo.prior], demo.subject)
     run = demo.out / f"{name.replace(' ', '-')}-run"
     run_module(
-        "megadit.train",
-        *("--recipe", "digits_dreambooth", "--nproc", str(demo.num_ranks)),
-        f"data.path={data}",
-        f"train.output_dir={run}",
-        *demo.training_overrides,
+        *("megadit.train", "--recipe", "digits_dreambooth", "--nproc", str(demo.num_ranks)),
+        *(f"data.path={data}", f"train.output_dir={run}", *demo.training_overrides),
     )
     run_module("megadit.train.checkpoints.to_bundle", str(run), str(demo.adapter(name)))
-
-
-def _blend(demo: AdapterDemo) -> Path:
-    """One clip of the subject for each of the prior."""
-    path = demo.out / "with-prior.yaml"
-    write_blend(path, [demo.subject, demo.prior], demo.subject)
-    return path
 
 
 def _generate(demo: AdapterDemo) -> None:
@@ -162,23 +144,19 @@ def _draw(demo: AdapterDemo) -> None:
     words = [subject.caption(each, demo.word) for each in demo.subject_attributes]
     captions = score.heldout_captions(demo.class_attributes)
     result = read_json(demo.out / "score.json")
-    clips = {model: load_file(demo.clips(model)) for model in MODELS}
     rows = []
-    for name, prompts, count in (("subject_right", words, 5), ("class", captions, 4)):
-        for place in spread(range(len(prompts)), count):
-            for model in MODELS:
-                rows.append((prompts[place], model, as_float(clips[model][name][place])))
+    for model in MODELS:
+        clips = load_file(demo.clips(model))
+        for name, prompts, count in (("subject_right", words, 5), ("class", captions, 4)):
+            for place in spread(range(len(prompts)), count):
+                caption = prompts[place] if model == "before" else ""
+                rows.append(contact_sheets.SheetRow(caption, as_float(clips[name][place]), note=model))
     before, kept, lost = (result[model]["class"]["all"] for model in MODELS)
     title = (
         f'ten clips of a "{demo.word}": {result["with prior"]["unseen"]["right"]:.0%} right in colours and directions '
         f"they never showed; digits kept: {kept:.0%} with the prior, {lost:.0%} without ({before:.0%} before)"
     )
-    sheet = [
-        contact_sheets.SheetRow(caption=prompt if model == "before" else "", video_CTHW=clip, is_right={}, note=model)
-        for prompt, model, clip in rows
-    ]
-    by_model = [row for model in MODELS for row in sheet if row.note == model]
-    contact_sheets.contact_sheet(demo.out / "before_and_after.png", by_model, title=title, columns=len(MODELS))
+    contact_sheets.contact_sheet(demo.out / "before_and_after.png", rows, title=title, columns=len(MODELS))
 
 
 STAGES = (
@@ -226,9 +204,7 @@ class AdapterDemoOptions:
 def main(options: AdapterDemoOptions) -> None:
     """Runs `megadit demo-adapter`; returns its exit code."""
     demo = following_demo(AdapterDemo, options.following, "demo-adapter", word=options.word)
-    seconds = run_stages(demo, STAGES)
-    print(summary_table(read_json(demo.out / "score.json")))
-    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'before_and_after.png'}.")
+    run_and_show(demo, STAGES, summary_table, demo.out / "before_and_after.png")
     prompt = f"a red {demo.word} moving left"
     adapter = demo.adapter("with prior")
     print(f'Make your own: megadit generate --checkpoint_path {demo.base} --adapter {adapter} --prompt "{prompt}"')

@@ -48,9 +48,7 @@ def by_reader(reader: classifier.DigitReader) -> Right:
 
     def right(video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
         verdicts = classifier.classify(reader, as_float(video_BTHWC.permute(0, 4, 1, 2, 3)))
-        found = score.frames_and_clips_right(verdicts, attributes)
-        most = {name: found[name].float().mean(1) > 0.5 for name in ("digit", "colour")}
-        return most | {"direction": found["direction"]}
+        return score.by_majority(score.frames_and_clips_right(verdicts, attributes))
 
     return right
 

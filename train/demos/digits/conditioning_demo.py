@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from megadit.infer.conditioning.items import ConditioningItem, Media
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.options import command
@@ -25,8 +24,7 @@ from megadit.train.demos.stages import (
     FollowingOptions,
     Stage,
     following_demo,
-    run_stages,
-    summary_of_seconds,
+    run_and_show,
     training_stages,
 )
 
@@ -55,12 +53,11 @@ def _score(demo: ConditioningDemo) -> None:
     attributes, pipeline = demo.attributes, TextToVideo.from_pretrained(demo.bundle, device="cpu")
     base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
     reader = classifier.load_reader(classifier.classifier_file(demo.base, demo.out, pipeline.tokenizer))
+    centred = conditioning_score.centred_starts(attributes)
     measures = {
         "first_frame": lambda: conditioning_score.first_frame(pipeline, reader, attributes, clips),
         "first_frame_overwritten": lambda: conditioning_score.first_frame(base, reader, attributes, clips),
-        "first_frame_centred": lambda: conditioning_score.first_frame(
-            pipeline, reader, attributes, conditioning_score.centred_starts(attributes)
-        ),
+        "first_frame_centred": lambda: conditioning_score.first_frame(pipeline, reader, attributes, centred),
         "last_frame": lambda: conditioning_score.last_frame(pipeline, reader, attributes),
         "continuation": lambda: conditioning_score.continuation(pipeline, reader, attributes[::2]),
         "continuation_by_windows_alone": lambda: conditioning_score.continuation(
@@ -102,34 +99,22 @@ def _rows(pipeline: TextToVideo, attributes: Attributes, seed: int) -> list[cont
     mask = np.zeros((1, *clip.shape[1:3]), dtype=bool)
     mask[:, :, conditioning_score.MIDDLE :] = True
     hidden = np.where(mask[..., None], np.uint8(60), clip)
-    still = np.zeros_like(clip)
-    cases: list[tuple[str, str, Media, np.ndarray]] = [
-        (
-            "first frame",
-            caption,
-            (ConditioningItem(frames=clip[:1], kind="first_frame"),),
-            _only(clip, still, slice(0, 1)),
-        ),
-        (
-            "last frame",
-            caption,
-            (ConditioningItem(frames=clip[-1:], kind="last_frame"),),
-            _only(clip, still, slice(-1, None)),
-        ),
-        ("continuation", caption, (ConditioningItem(frames=clip[:5], kind="prefix"),), _only(clip, still, slice(0, 5))),
-        ("inpainting", caption, (ConditioningItem(frames=clip, kind="inpaint", mask=mask),), hidden),
-        ("edit", instruction, (ConditioningItem(frames=pixels(source)[0], kind="edit"),), pixels(source)[0]),
+    cases = [
+        ("first frame", caption, ConditioningItem(frames=clip[:1], kind="first_frame"), _only(clip, slice(0, 1))),
+        ("last frame", caption, ConditioningItem(frames=clip[-1:], kind="last_frame"), _only(clip, slice(-1, None))),
+        ("continuation", caption, ConditioningItem(frames=clip[:5], kind="prefix"), _only(clip, slice(0, 5))),
+        ("inpainting", caption, ConditioningItem(frames=clip, kind="inpaint", mask=mask), hidden),
+        ("edit", instruction, ConditioningItem(frames=pixels(source)[0], kind="edit"), pixels(source)[0]),
     ]
     found = []
-    for name, prompt, media, shown in cases:
-        made = generate(pipeline, [prompt], [media])[0]
-        found.append(contact_sheets.SheetRow(caption=prompt, video_CTHW=video_of([shown])[0], is_right={}, note=name))
-        found.append(contact_sheets.SheetRow(caption="", video_CTHW=made, is_right={}, note=""))
+    for name, prompt, item, shown in cases:
+        found.append(contact_sheets.SheetRow(prompt, video_of([shown])[0], note=name))
+        found.append(contact_sheets.SheetRow("", generate(pipeline, [prompt], [(item,)])[0]))
     return found
 
 
-def _only(clip: np.ndarray, still: np.ndarray, shown: slice) -> np.ndarray:
-    frames = still.copy()
+def _only(clip: np.ndarray, shown: slice) -> np.ndarray:
+    frames = np.zeros_like(clip)
     frames[shown] = clip[shown]
     return frames
 
@@ -139,9 +124,8 @@ def _draw_scales(demo: ConditioningDemo, pipeline: TextToVideo) -> None:
     _, (instruction,), source = conditioning_score.draw_edits([demo.attributes[len(demo.attributes) // 3]])
     rows = [
         contact_sheets.SheetRow(
-            caption=instruction,
-            video_CTHW=_edited(pipeline, instruction, source, by_text, by_clip),
-            is_right={},
+            instruction,
+            conditioning_score.make_edits(pipeline, [instruction], source, guidance=by_text, image_guidance=by_clip)[0],
             note=f"text {by_text:g}, clip {by_clip:g}",
         )
         for by_text in GRID_SCALES
@@ -149,11 +133,6 @@ def _draw_scales(demo: ConditioningDemo, pipeline: TextToVideo) -> None:
     ]
     title = "one clip, one instruction: guidance by the text grows to the right, guidance by the clip downwards"
     contact_sheets.contact_sheet(demo.out / "edit_scales.png", rows, title=title, columns=len(GRID_SCALES))
-
-
-def _edited(pipeline: TextToVideo, instruction: str, source: Tensor, by_text: float, by_clip: float) -> Tensor:
-    scales = {"guidance": by_text, "image_guidance": by_clip}
-    return conditioning_score.make_edits(pipeline, [instruction], source, **scales)[0]
 
 
 STAGES = (
@@ -180,9 +159,7 @@ STAGES = (
 def main(options: FollowingOptions) -> None:
     """Runs `megadit demo-conditioning`; returns its exit code."""
     demo = following_demo(ConditioningDemo, options, "demo-conditioning")
-    seconds = run_stages(demo, STAGES)
-    print(summary_table(read_json(demo.out / "score.json")))
-    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'given.png'} and {demo.out / 'edit_scales.png'}.")
+    run_and_show(demo, STAGES, summary_table, demo.out / "given.png", demo.out / "edit_scales.png")
     print(
         f"Make your own: megadit generate --checkpoint_path {demo.bundle} --image first.png "
         '--prompt "a digit moving left" --guidance 2'

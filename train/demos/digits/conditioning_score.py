@@ -19,7 +19,7 @@ from megadit.train.demos.digits import data as digits
 from megadit.train.demos.digits.classifier import DigitReader, Verdicts, centres_of_mass, classify, strokes
 from megadit.train.demos.digits.conditioning_data import INSTRUCTIONS, change, draw_edit_pairs, neutral_caption
 from megadit.train.demos.digits.data import Attributes, load_glyphs
-from megadit.train.demos.digits.score import frames_and_clips_right, heldout_captions, real_clips, score
+from megadit.train.demos.digits.score import by_majority, frames_and_clips_right, heldout_captions, real_clips, score
 
 BATCH = 108
 GUIDANCE = 2.0
@@ -67,12 +67,8 @@ def after_first(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[A
     verdicts = classify(reader, video_BCTHW)
     later = Verdicts(verdicts.digit_BT[:, 1:], verdicts.colour_BT[:, 1:], verdicts.direction_B)
     right = frames_and_clips_right(later, attributes)
-    found = {
-        "digit": right["digit"].float().mean(1) > 0.5,
-        "every_frame": right["digit"].all(1),
-        "colour": right["colour"].float().mean(1) > 0.5,
-        "direction": right["direction"],
-    }
+    most = by_majority(right)
+    found = {"digit": most["digit"], "every_frame": right["digit"].all(1), **most}
     return {name: round(values.float().mean().item(), 4) for name, values in found.items()}
 
 
@@ -139,8 +135,8 @@ def continuation(
     long = video_of([np.concatenate(parts) for parts in zip(*windows, strict=True)])
     shares = {}
     for name, part in (("all_frames", long[:, :, 1:]), ("last_8", long[:, :, -8:])):
-        right = frames_and_clips_right(classify(reader, part), attributes)
-        shares[name] = (right["digit"].float().mean(1) > 0.5) & (right["colour"].float().mean(1) > 0.5)
+        most = by_majority(frames_and_clips_right(classify(reader, part), attributes))
+        shares[name] = most["digit"] & most["colour"]
     return {name: round(share.float().mean().item(), 4) for name, share in shares.items()}
 
 
@@ -173,12 +169,7 @@ class Edited(NamedTuple):
 def edited(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> Edited:
     after, instructions, sources = draw_edits(attributes)
     made = make_edits(pipeline, instructions, sources, **settings)
-    right = frames_and_clips_right(classify(reader, made), after)
-    shows = {
-        "digit": right["digit"].float().mean(1) > 0.5,
-        "colour": right["colour"].float().mean(1) > 0.5,
-        "direction": right["direction"],
-    }
+    shows = by_majority(frames_and_clips_right(classify(reader, made), after))
     named = [list(INSTRUCTIONS)[place % len(INSTRUCTIONS)] for place in range(len(attributes))]
     return Edited(
         obeyed_B=torch.stack([shows[name][place] for place, name in enumerate(named)]),

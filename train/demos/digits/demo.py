@@ -134,9 +134,9 @@ def _draw_plots(demo: Demo) -> None:
     unseen = {a.combination for a in demo.attributes[1]}
     rows = [
         contact_sheets.SheetRow(
-            caption=caption,
-            video_CTHW=clip_CTHW,
-            is_right={name: verdicts[name][i].float().mean().item() > 0.5 for name in ("digit", "colour", "direction")},
+            caption,
+            clip_CTHW,
+            {name: verdicts[name][i].float().mean().item() > 0.5 for name in ("digit", "colour", "direction")},
             note="unseen" if attributes[i].combination in unseen else "",
         )
         for i, (caption, clip_CTHW) in enumerate(zip(captions, clips, strict=True))

@@ -31,14 +31,7 @@ from megadit.train.demos.clips import as_float, as_uint8, make_clips, read_clips
 from megadit.train.demos.digits import classifier as classifier_file
 from megadit.train.demos.digits import conditioning_score, score
 from megadit.train.demos.digits.data import Attributes
-from megadit.train.demos.stages import (
-    FollowingDemo,
-    FollowingOptions,
-    Stage,
-    following_demo,
-    run_stages,
-    summary_of_seconds,
-)
+from megadit.train.demos.stages import FollowingDemo, FollowingOptions, Stage, following_demo, run_and_show
 from megadit.train.distill.check import spread, spread_within
 
 TEACHER = "teacher"
@@ -87,9 +80,6 @@ class DistillDemo(FollowingDemo):
     def classifier_file(self) -> Path:
         return classifier_file.classifier_file(self.base, self.out, Bundle.open(self.base).load_tokenizer())
 
-    def clips(self, name: str) -> Path:
-        return self.out / f"{name.replace(' ', '-')}.safetensors"
-
     @property
     def seen(self) -> list[Attributes]:
         return score.scored_attributes()[0][:: self.stride]
@@ -107,24 +97,14 @@ def name_of(calls: int) -> str:
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
-def _four(demo: DistillDemo) -> None:
-    _distill(demo, 4, "guidance", "--sigmas", *FOUR_SIGMAS)
-
-
-def _two(demo: DistillDemo) -> None:
-    _distill(demo, 2, "regression", *_from_four(demo))
-
-
-def _one(demo: DistillDemo) -> None:
-    _distill(demo, 1, "regression", *_from_four(demo), "--pairs", str(demo.student(2) / "pairs" / "dataset"))
-
-
-def _from_four(demo: DistillDemo) -> tuple[str, ...]:
-    pairs = [] if demo.steps is None else ["--num_trajectories", str(REGRESSION_MICRO_BATCH * demo.steps)]
-    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", "--noise_scale", str(NOISE_SCALE), *pairs
-
-
-def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
+def _distill(demo: DistillDemo, calls: int) -> None:
+    if calls == 4:
+        stage, more = "guidance", ["--sigmas", *FOUR_SIGMAS]
+    else:
+        stage = "regression"
+        more = [f"checkpoint.init_from={demo.student(4) / 'bundle'}", "--noise_scale", str(NOISE_SCALE)]
+        more += [] if demo.steps is None else ["--num_trajectories", str(REGRESSION_MICRO_BATCH * demo.steps)]
+        more += ["--pairs", str(demo.student(2) / "pairs" / "dataset")] if calls == 1 else []
     steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
     recipe, own = ("digits_conditioned", []) if demo.has_first_frame else ("digits", ["data.keep=[image:0.1]"])
     overrides = [*own, f"train.seed={demo.seed}", *steps, *more]
@@ -172,11 +152,8 @@ def _first_frame_scores(demo: DistillDemo, name: str, reader: classifier_file.Di
     if not demo.has_first_frame:
         return {}
     pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
-    return {
-        "first_frame": conditioning_score.first_frame(
-            pipeline, reader, demo.seen, score.real_clips(demo.seen), **settings
-        )
-    }
+    real = score.real_clips(demo.seen)
+    return {"first_frame": conditioning_score.first_frame(pipeline, reader, demo.seen, real, **settings)}
 
 
 def _features(seer: Any, video_BCTHW: Tensor) -> Tensor:
@@ -192,22 +169,24 @@ def _draw(demo: DistillDemo) -> None:
         video_BCTHW = read_clips(demo.clips(name))
         count = found[name]["function_evaluations"]
         note = f"{count} evaluation{'s' * (count > 1)}"
-        rows += [
-            contact_sheets.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
-            for place in chosen
-        ]
+        rows += [contact_sheets.SheetRow(captions[place], video_BCTHW[place], note=note) for place in chosen]
     title = f"the same prompts and noise: the teacher, and students of {', '.join(map(name_of, demo.calls))}"
     contact_sheets.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
 
 
-def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
-    return Stage(name_of(calls), purpose, run, lambda demo: [demo.student(calls) / "bundle"])
+def _student_stage(calls: int, purpose: str) -> Stage[DistillDemo]:
+    return Stage(
+        name_of(calls),
+        purpose,
+        lambda demo: _distill(demo, calls),
+        lambda demo: [demo.student(calls) / "bundle"],
+    )
 
 
 STUDENTS: dict[int, Stage[DistillDemo]] = {
-    4: _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
-    2: _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise", _two),
-    1: _student_stage(1, "and in one", _one),
+    4: _student_stage(4, "teach a student to answer what its guided teacher answers"),
+    2: _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise"),
+    1: _student_stage(1, "and in one"),
 }
 """Stages of students, by their number of calls."""
 SCORED: Sequence[Stage[DistillDemo]] = (
@@ -230,9 +209,8 @@ SCORED: Sequence[Stage[DistillDemo]] = (
 def main(options: FollowingOptions) -> None:
     """Runs `megadit demo-distill`; returns its exit code."""
     demo = following_demo(DistillDemo, options, "demo-distill")
-    seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *SCORED])
-    print(summary_table(read_json(demo.out / "score.json")))
-    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")
+    stages = [*(STUDENTS[calls] for calls in demo.calls), *SCORED]
+    run_and_show(demo, stages, summary_table, demo.out / "distilled.png")
     print(
         f"Make your own: megadit generate --checkpoint_path {demo.student(4) / 'bundle'} "
         '--prompt "a red seven moving left"'

@@ -26,14 +26,7 @@ from megadit.train.demos import contact_sheets
 from megadit.train.demos.clips import make_clips, read_clips
 from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import Attributes
-from megadit.train.demos.stages import (
-    FollowingDemo,
-    FollowingOptions,
-    Stage,
-    following_demo,
-    run_stages,
-    summary_of_seconds,
-)
+from megadit.train.demos.stages import FollowingDemo, FollowingOptions, Stage, following_demo, run_and_show
 
 REWARD = ("all=1", "left=1", "diversity=0.5")
 SPREAD = ("0.25", "2")
@@ -63,9 +56,6 @@ class RewardDemo(FollowingDemo):
     @property
     def rewarded(self) -> Path:
         return self.out / "reward"
-
-    def clips(self, name: str) -> Path:
-        return self.out / f"{name}.safetensors"
 
     @cached_property
     def attributes(self) -> list[Attributes]:
@@ -156,10 +146,7 @@ def _draw(demo: RewardDemo) -> None:
         video_BCTHW = read_clips(demo.clips(name))
         video_BCTHW[..., video_BCTHW.shape[-1] // 2].clamp_(min=-0.4)
         for place in contact_sheets.spread(range(len(captions)), SHOWN):
-            row = contact_sheets.SheetRow(
-                caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=name
-            )
-            rows.append(row)
+            rows.append(contact_sheets.SheetRow(captions[place], video_BCTHW[place], note=name))
     before, after = (found[name] for name in MODELS)
     title = (
         f"rewarded: digits in the left half {before['left']:.0%} before, {after['left']:.0%} after; right in digit, "
@@ -201,9 +188,7 @@ def main(options: RewardDemoOptions) -> None:
     """Runs `megadit demo-reward`; returns its exit code."""
     more = {"rounds": options.rounds, "prompts_per_round": options.prompts_per_round}
     demo = following_demo(RewardDemo, options.following, "demo-reward", **more)
-    seconds = run_stages(demo, STAGES)
-    print(summary_table(read_json(demo.out / "score.json")))
-    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'rewarded.png'}.")
+    run_and_show(demo, STAGES, summary_table, demo.out / "rewarded.png")
     bundle = demo.rewarded / "bundle"
     print(f'Make your own: megadit generate --checkpoint_path {bundle} --prompt "a red seven moving up"')
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.samplers import SAMPLERS
-from megadit.models.shared.cli.command import entry_point
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
@@ -157,15 +155,13 @@ def load_bench(demo: Path, count: int) -> Bench:
         raise UserError(
             f"{weights} does not exist: give the folder that `make demo` left, once it has scored its clips"
         )
-    reader = classifier.DigitReader().eval().requires_grad_(False)
-    reader.load_state_dict(load_file(weights))
     seen, _ = score.scored_attributes()
     if not 1 <= count <= len(seen):
         raise UserError(f"--clips {count} must lie between 1 and {len(seen)}")
     chosen = torch.randperm(len(seen), generator=torch.Generator().manual_seed(0))[:count].tolist()
     attributes = [seen[place] for place in chosen]
     pipeline = TextToVideo.from_pretrained(demo / "bundle", device="cpu")
-    return Bench(pipeline, reader, attributes, score.heldout_captions(attributes))
+    return Bench(pipeline, classifier.load_reader(weights), attributes, score.heldout_captions(attributes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,10 +172,8 @@ class SamplingOptions:
     weaker: str | None = setting(None, "bundle of a weaker checkpoint, for autoguidance")
 
 
-@entry_point
-def main(argv: list[str]) -> None:
-    prog = "python -m megadit.train.demos.digits.sampling"
-    options = read_options(SamplingOptions, argv, prog=prog, description=__doc__.splitlines()[0])
+@command(SamplingOptions, prog="python -m megadit.train.demos.digits.sampling", description=__doc__.splitlines()[0])
+def main(options: SamplingOptions) -> None:
     bench = load_bench(options.demo, options.clips)
     num_kinds = 4 if options.weaker else 3
     with Progress(len(SOLVERS) * len(CALLS) + num_kinds * len(SCALES), "sampling") as bar:

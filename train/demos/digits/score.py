@@ -62,18 +62,21 @@ def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes])
     digit_BT = verdicts.digit_BT == expected_digit_B[:, None]
     colour_BT = verdicts.colour_BT == expected_colour_B[:, None]
     direction_B = verdicts.direction_B == expected_direction_B
-    all_B = _in_most_frames(digit_BT) & _in_most_frames(colour_BT) & direction_B
-    return {"digit": digit_BT, "colour": colour_BT, "direction": direction_B, "all": all_B}
+    right = {"digit": digit_BT, "colour": colour_BT, "direction": direction_B}
+    return right | {"all": torch.stack(list(by_majority(right).values())).all(0)}
+
+
+def by_majority(right: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`digit` and `colour` in more than half of the frames, and `direction`, bool [B]; `right` as of
+    `frames_and_clips_right`."""
+    in_most = {name: right[name].float().mean(1) > 0.5 for name in ("digit", "colour")}
+    return in_most | {"direction": right["direction"]}
 
 
 def right_in_every_frame(right: dict[str, Tensor]) -> Tensor:
     """Whether digit and colour are right in every single frame, and the direction, bool [B]; `right` as of
     `frames_and_clips_right`."""
     return (right["digit"] & right["colour"]).all(1) & right["direction"]
-
-
-def _in_most_frames(right_BT: Tensor) -> Tensor:
-    return right_BT.float().mean(1) > 0.5
 
 
 def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attributes]) -> dict[str, float | int]:
@@ -83,17 +86,9 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     whose digit and colour are right in every single frame, and their direction: what a clip that morphs fails.
     """
     right = frames_and_clips_right(classify(reader, video_BCTHW), attributes)
-    shares = {
-        "digit": right["digit"],
-        "colour": _in_most_frames(right["colour"]),
-        "direction": right["direction"],
-        "all": right["all"],
-        "every_frame": right_in_every_frame(right),
-    }
-    return {
-        **{name: round(share.float().mean().item(), 4) for name, share in shares.items()},
-        "num_clips": len(attributes),
-    }
+    shares = right | {"colour": by_majority(right)["colour"], "every_frame": right_in_every_frame(right)}
+    means = {name: round(share.float().mean().item(), 4) for name, share in shares.items()}
+    return {**means, "num_clips": len(attributes)}
 
 
 _SCORER = '''"""The classifier of digits, for a service, and for figures.

@@ -30,7 +30,7 @@ from megadit.train.demos.shapes import edits, score, subject
 from megadit.train.demos.shapes.classifier import classify
 from megadit.train.demos.shapes.data import FPS, Scene, draw_scenes, neutral_caption
 from megadit.train.demos.shapes.samples import SHAPES
-from megadit.train.demos.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, training_stages, write_blend
+from megadit.train.demos.stages import Stage, TrainingDemo, run_and_show, training_stages, write_blend
 from megadit.train.plan.hardware import ranks_that_gain
 
 SHOWN = {"single": 6, "pair": 12, "single_unseen": 3, "pair_unseen": 3}
@@ -96,9 +96,6 @@ class ShapesDemo(TrainingDemo):
     @property
     def adapter(self) -> Path:
         return self.out / "adapter"
-
-    def clips(self, name: str) -> Path:
-        return self.out / f"{name}.safetensors"
 
 
 # --- stages -------------------------------------------------------------------------------------------------------
@@ -182,7 +179,7 @@ def _draw_edits(demo: ShapesDemo) -> None:
     found, pairs = read_json(demo.out / "score.json")["edited"], _all(demo.edited)
     chosen, clips = contact_sheets.spread(range(len(pairs)), NUM_EDITS), read_clips(demo.clips("edited"))
     before = real_clips([pairs[place][0] for place in chosen])
-    conditioning = [contact_sheets.SheetRow(caption="conditioning", video_CTHW=clip, is_right={}) for clip in before]
+    conditioning = [contact_sheets.SheetRow("conditioning", clip) for clip in before]
     made = [_row(pairs[place][1], edits.full_caption(pairs[place][1]), clips[place]) for place in chosen]
     shares = ", ".join(f"{values['all']:.0%} where the {change} changes" for change, values in found.items())
     contact_sheets.contact_sheet(demo.out / "edited.png", [*conditioning, *made], title=f"edited as told: {shares}")
@@ -264,12 +261,8 @@ def _row(scene: Scene, caption: str, video_CTHW: Tensor) -> contact_sheets.Sheet
     (verdict,) = classify(video_CTHW[None])
     is_right = score.right(verdict, scene)
     wrong = {name: False for name, is_so in is_right.items() if not is_so and name != "all"}
-    return contact_sheets.SheetRow(
-        caption=caption,
-        video_CTHW=video_CTHW,
-        is_right=wrong or {"as told": True},
-        note="unseen" if scene.is_unseen else "",
-    )
+    note = "unseen" if scene.is_unseen else ""
+    return contact_sheets.SheetRow(caption, video_CTHW, wrong or {"as told": True}, note)
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -292,9 +285,7 @@ def main(options: ShapesOptions) -> int:
     """Runs `megadit demo-shapes`; returns its exit code."""
     size, ranks = QUICK if options.quick else Size(), options.ranks or ranks_that_gain()
     demo = ShapesDemo(out=options.out, size=size, num_ranks=ranks)
-    seconds = run_stages(demo, STAGES)
-    print(summary_table(read_json(demo.out / "score.json")))
-    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'contact_sheet.png'} and {demo.videos / 'all.gif'}.")
+    run_and_show(demo, STAGES, summary_table, demo.out / "contact_sheet.png", demo.videos / "all.gif")
     print(
         f"Make your own: megadit generate --checkpoint_path {demo.bundle} "
         '--prompt "a red star rises left of a blue heart"'

@@ -40,11 +40,10 @@ def right(verdict: Verdict, scene: Scene) -> dict[str, bool]:
     if len(verdict.things) != scene.num_things:
         return dict.fromkeys(("shape", "colour", "action", "relation", "all"), False)
     orders = [(verdict.mover, verdict.other)] if verdict.mover else permutations(verdict.things)
-    return max((_right(mover, other, scene, verdict.mover is not None) for mover, other in orders), key=_count)
-
-
-def _count(found: dict[str, bool]) -> int:
-    return sum(found.values())
+    return max(
+        (_right(mover, other, scene, verdict.mover is not None) for mover, other in orders),
+        key=lambda found: sum(found.values()),
+    )
 
 
 def _right(mover: Seen, other: Seen | None, scene: Scene, one_acts: bool) -> dict[str, bool]:

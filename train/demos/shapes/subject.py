@@ -1,5 +1,6 @@
 """Subject for an adapter, a thing that the data set never shows: its ten training clips, and its scored scenes."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -44,14 +45,11 @@ def asked() -> dict[str, list[Scene]]:
     shows it."""
     alone = _alone()[NUM_CLIPS:]
     neighbours = [
-        Scene(
-            shape=NAME,
-            colour=each.colour,
-            action=each.action,
+        replace(
+            each,
             relation=list(RELATIONS)[number % len(RELATIONS)],
             other_shape=list(SHAPES)[number % len(SHAPES)],
             other_colour=list(COLOURS)[number % len(COLOURS)],
-            background=each.background,
         )
         for number, each in enumerate(alone)
     ]

@@ -108,7 +108,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         asked.append(demo)
         raise UserError("seen")
 
-    monkeypatch.setattr(given_demo, "run_stages", stop)
+    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert given_demo.main([*options, "--seed", "5"]) == 2
     assert asked == [

@@ -19,7 +19,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         asked.append(demo)
         raise UserError("seen")
 
-    monkeypatch.setattr(distill_demo, "run_stages", stop)
+    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
     monkeypatch.setattr(distill_demo.DistillDemo, "has_first_frame", False)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert distill_demo.main([*options, "--seed", "5"]) == 2

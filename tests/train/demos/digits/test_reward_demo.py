@@ -32,7 +32,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         asked.append(demo)
         raise UserError("seen")
 
-    monkeypatch.setattr(reward_demo, "run_stages", stop)
+    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
     more = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--rounds", "2", "--seed", "5"]
     assert reward_demo.main([*more, "--prompts_per_round", "3"]) == 2
     expected = RewardDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, rounds=2, prompts_per_round=3, seed=5)

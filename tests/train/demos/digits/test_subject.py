@@ -46,7 +46,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         asked.append(demo)
         raise UserError("seen")
 
-    monkeypatch.setattr(adapter_demo, "run_stages", stop)
+    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--word", "vex", "--ranks", "1", "--steps", "7"]
     assert adapter_demo.main([*options, "--seed", "5"]) == 2
     assert asked == [

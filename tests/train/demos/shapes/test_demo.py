@@ -22,7 +22,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         asked.append(demo)
         raise UserError("seen")
 
-    monkeypatch.setattr(demo_module, "run_stages", stop)
+    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
     monkeypatch.setattr(demo_module, "ranks_that_gain", lambda: 2)
     assert demo_module.main(["--out", str(tmp_path), "--ranks", "1", "--quick"]) == 2
     assert demo_module.main([]) == 2
