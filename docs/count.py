@@ -83,7 +83,6 @@ class Source:
 
 SHORT = {
     "infer/hooks/user_program.py": "shared by the hooks of a filter and of a judge",
-    "infer/evaluate/report/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/configs/adapter.py": "settings, free of torch",
     "models/megatron/extensions.py": "asked before a run starts, without Megatron",

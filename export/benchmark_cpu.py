@@ -133,10 +133,7 @@ def dynamic_spec(setting: Setting, inputs: dict[str, Tensor]) -> NetworkSpec:
     patch, sides = setting.config.patch_spatial, setting.latents
     batch, text = axis("batch", 1), axis("text", TEXT_LENGTH)
     size = (axis("time", sides[0]), axis("height", sides[1], patch), axis("width", sides[2], patch))
-    axes = {
-        "x": (batch, inputs["x"].shape[1], *size),
-        "text": (batch, text, inputs["text"].shape[2]),
-    }
+    axes = {"x": (batch, inputs["x"].shape[1], *size), "text": (batch, text, inputs["text"].shape[2])}
     specs = (TensorSpec(name=name, dtype=_dtype(x), axes=axes.get(name, (batch,))) for name, x in inputs.items())
     return NetworkSpec(name="denoiser", inputs=tuple(specs), output="x0")
 

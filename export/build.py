@@ -204,11 +204,7 @@ def _not_copied(folder: str, names: list[str]) -> list[str]:
 
 
 def _write(
-    directory: Path,
-    bundle: Bundle,
-    tokenizer: VideoTokenizer,
-    specs: dict[str, NetworkSpec],
-    settings: ExportSettings,
+    directory: Path, bundle: Bundle, tokenizer: VideoTokenizer, specs: dict[str, NetworkSpec], settings: ExportSettings
 ) -> dict[str, Any]:
     shutil.copytree(bundle.path, directory, ignore=_not_copied, dirs_exist_ok=True)
     onnx = directory / "onnx"
@@ -233,12 +229,7 @@ def _write(
 
 
 def export_network(
-    name: str,
-    bundle: Bundle,
-    tokenizer: VideoTokenizer,
-    spec: NetworkSpec,
-    path: Path,
-    settings: ExportSettings,
+    name: str, bundle: Bundle, tokenizer: VideoTokenizer, spec: NetworkSpec, path: Path, settings: ExportSettings
 ) -> dict[str, Any]:
     """Exports one network and compares it; torch's copy is freed before ONNX Runtime loads the graph."""
     inputs, precision = contract.sample_inputs(spec, contract.trace_sizes(spec)), settings.precision_of(name)

@@ -23,17 +23,14 @@ class ExportOptions:
     bundle: str = setting(help="bundle, or training directory", positional=True, metavar="BUNDLE")
     out: str = setting(help="new bundle; not written if the export fails", positional=True, metavar="OUT")
     format: Literal["onnx", "openvino", "tensorrt"] = setting(
-        "onnx",
-        "onnx: graphs; openvino: also compared in OpenVINO; tensorrt: also engines (default: onnx)",
+        "onnx", "onnx: graphs; openvino: also compared in OpenVINO; tensorrt: also engines (default: onnx)"
     )
     export: ExportSettings = group(ExportSettings)
     calibration_prompts: str | None = setting(
         None, "one prompt a line, sampled to calibrate the ranges of int8 and fp8", metavar="FILE"
     )
     refit: str | None = setting(
-        None,
-        "earlier OUT of the same shapes, whose engines are refitted with the new weights",
-        metavar="BUNDLE",
+        None, "earlier OUT of the same shapes, whose engines are refitted with the new weights", metavar="BUNDLE"
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     engines: EngineSettings = group(EngineSettings, "engines (--format tensorrt)")

@@ -29,8 +29,7 @@ class AskOptions:
 
     output: Path = setting(Path("video"), "file to write (default: video.mp4)", names=("-o", "--output"))
     url: str | None = setting(
-        None,
-        "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC if it responds, else HTTP (default: localhost)",
+        None, "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC if it responds, else HTTP (default: localhost)"
     )
     key_file: Path | None = setting(
         None, f"file with the key of a gateway (--url, default: {GATEWAY}), to use instead of Triton"

@@ -87,12 +87,7 @@ class VideoClient:
         return [] if info is None else list(info.names)
 
     def stream(
-        self,
-        request: VideoRequest,
-        *,
-        timeout: float | None = None,
-        priority: int = 0,
-        traceparent: str | None = None,
+        self, request: VideoRequest, *, timeout: float | None = None, priority: int = 0, traceparent: str | None = None
     ) -> Generation:
         """StepDone and videos as they come; the request is sent when the iteration begins.
 
@@ -109,12 +104,7 @@ class VideoClient:
             except UserError as error:
                 raise InvalidRequestError(str(error)) from error
             yield from self._transport.events(
-                self.model,
-                inputs,
-                timeout=timeout,
-                priority=priority,
-                traceparent=traceparent,
-                cancelled=cancelled,
+                self.model, inputs, timeout=timeout, priority=priority, traceparent=traceparent, cancelled=cancelled
             )
 
         return Generation(events)

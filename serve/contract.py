@@ -197,13 +197,7 @@ def _inputs() -> tuple[Input, ...]:
     types |= {name: _DATA_TYPES[about.type] for name, about in CONDITIONING.items()}
     lists = {name for name, about in (settings_of(VideoRequest) | CONDITIONING).items() if about.count is not None}
     plain = [
-        Input(
-            name=name,
-            data_type=kind,
-            is_required=name == "prompt",
-            is_media=name in MEDIA,
-            is_list=name in lists,
-        )
+        Input(name=name, data_type=kind, is_required=name == "prompt", is_media=name in MEDIA, is_list=name in lists)
         for name, kind in types.items()
     ]
     others = [Input(name=name, data_type=types[own]) for name, own in other_names(SERVED).items()]

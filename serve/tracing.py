@@ -46,12 +46,7 @@ class Span:
         return None if self._span is None else _traceparent(self._span)
 
     def child(
-        self,
-        name: str,
-        attributes: Attributes | None = None,
-        *,
-        kind: Kind = "internal",
-        links: Sequence["Span"] = (),
+        self, name: str, attributes: Attributes | None = None, *, kind: Kind = "internal", links: Sequence["Span"] = ()
     ) -> "Span":
         """Begins a child span; `links` are spans of other requests that share the work."""
         if self._tracing is None:
@@ -143,13 +138,7 @@ class Tracing:
             return NOTHING  # the parent was not a valid traceparent
         linked = [Link(context) for context in (span._context for span in links) if context is not None]
         span = self._tracer.start_span(
-            name,
-            context,
-            SpanKind[kind.upper()],
-            attributes,
-            linked,
-            _nanoseconds(at),
-            record_exception=False,
+            name, context, SpanKind[kind.upper()], attributes, linked, _nanoseconds(at), record_exception=False
         )
         return Span(self, span)
 

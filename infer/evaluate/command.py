@@ -273,18 +273,11 @@ def _is_model(path: Path) -> bool:
 
 
 def _requests(options: EvaluateOptions, maker: Maker, prompts: Sequence[str]) -> list[Request]:
-    asked = asdict(options.settings)
     refuse(not prompts, "a model needs prompts: give --prompts FILE")
-    scales = options.guidances or [options.settings.guidance]
-    return [
-        Request(
-            maker=maker,
-            prompts=prompts,
-            settings=resolve_settings(maker.defaults, **asked | {"guidance": scale}),
-            seed=options.seed,
-        )
-        for scale in scales
-    ]
+    asked = asdict(options.settings)
+    scales = options.guidances or [asked["guidance"]]
+    settings = [resolve_settings(maker.defaults, **asked | {"guidance": scale}) for scale in scales]
+    return [Request(maker=maker, prompts=prompts, settings=each, seed=options.seed) for each in settings]
 
 
 def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]) -> Clip:

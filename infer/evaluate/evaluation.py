@@ -49,9 +49,9 @@ class MetricValue:
     """Name of the extractor."""
     better: Better
     estimate: Estimate
-    baseline: Estimate | None
-    """Real-against-real baseline: one half of the real videos against the other."""
     protocol: str
+    baseline: Estimate | None = None
+    """Real-against-real baseline: one half of the real videos against the other."""
     note: str = ""
 
 
@@ -126,9 +126,8 @@ class Evaluation:
         """
         found = []
         chosen_metrics = self._requested()
-        with Progress(
-            len(candidates) * (len(chosen_metrics) + len(self.scorers)), "metrics", enabled=shows_progress
-        ) as bar:
+        total = len(candidates) * (len(chosen_metrics) + len(self.scorers))
+        with Progress(total, "metrics", enabled=shows_progress) as bar:
             for candidate in candidates:
                 for name, extractor in chosen_metrics:
                     found.append(self._metric_value(candidate, name, extractor))
@@ -176,10 +175,12 @@ class Evaluation:
         about = {"candidate": candidate, "metric": name, "of": extractor.name}
         if name == ADHERENCE:
             _check_prompts(candidate, prompts)
-            estimate = metrics.clip_estimate(features_NFD, _texts(extractor, prompts), weight_RN)
-            protocol = self._protocol(name, extractor, candidate, with_real=False)
             return MetricValue(
-                title="CLIP score", better="higher", estimate=estimate, baseline=None, protocol=protocol, **about
+                title="CLIP score",
+                better="higher",
+                estimate=metrics.clip_estimate(features_NFD, _texts(extractor, prompts), weight_RN),
+                protocol=self._protocol(name, extractor, candidate, with_real=False),
+                **about,
             )
         metric, real = METRICS[name], self._real(extractor)
         return MetricValue(
@@ -205,7 +206,6 @@ class Evaluation:
                 of=scorer.name,
                 better=scorer.better[column],
                 estimate=mean_estimate(features_NFS[:, 0, place], weight_RN),
-                baseline=None,
                 protocol=self._protocol(column, scorer, candidate, with_real=False),
             )
             for place, column in enumerate(scorer.columns)

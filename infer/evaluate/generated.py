@@ -76,9 +76,10 @@ class BundleMaker:
             self._pipeline = TextToVideo.from_pretrained(self.bundle, device=self._device, dtype=self._dtype)
         options = {"seeds": seeds, "batch_size": len(prompts), "adapters": self.adapters}
         for result in self._pipeline.stream(prompts, settings, **options):
-            yield (
-                received(encode_mp4(result.video, settings.fps), "a video", settings) if self._is_sent else result.video
-            )
+            if self._is_sent:
+                yield received(encode_mp4(result.video, settings.fps), "a video", settings)
+            else:
+                yield result.video
 
 
 def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarray:

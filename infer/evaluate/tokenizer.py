@@ -6,7 +6,7 @@ Shapes: B videos, T/H/W frames, height, width, C channels. Pixels are uint8, RGB
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -78,7 +78,7 @@ def _encodable(window: Window, tokenizer: VideoTokenizer, asked: int | None) -> 
     while asked is None and frames > 1 and tokenizer.frames_covering(frames) != frames:
         frames -= 1
     tokenizer.latent_shape(frames, window.height, window.width)
-    return Window(frames=frames, height=window.height, width=window.width, fps=window.fps, is_resized=window.is_resized)
+    return replace(window, frames=frames)
 
 
 @torch.inference_mode()

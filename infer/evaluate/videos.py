@@ -125,29 +125,20 @@ def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int
 
 def videos_in_memory(label: str, video_NTHWC: np.ndarray, prompts: Sequence[str], fps: float) -> VideoSet:
     """Videos in memory, uint8 NTHWC, as a set."""
-    return VideoSet(
-        label=label,
-        parts=[
-            _chunk_in_memory(
-                label,
-                first,
-                video_NTHWC[first : first + VIDEOS_PER_CHUNK],
-                prompts[first : first + VIDEOS_PER_CHUNK],
-                fps,
+    clips = [Clip(video, fps, prompt) for video, prompt in zip(video_NTHWC, prompts, strict=True)]
+    parts = []
+    for first in range(0, len(clips), VIDEOS_PER_CHUNK):
+        chosen = slice(first, first + VIDEOS_PER_CHUNK)
+        pixels = np.ascontiguousarray(video_NTHWC[chosen])
+        parts.append(
+            VideoChunk(
+                key=hashed(hashlib.sha256(pixels).hexdigest(), str(pixels.shape), *prompts[chosen]),
+                names=tuple(f"video {number} of {label}" for number in range(len(clips))[chosen]),
+                prompts=tuple(prompts[chosen]),
+                read=lambda chosen=chosen: clips[chosen],
             )
-            for first in range(0, len(prompts), VIDEOS_PER_CHUNK)
-        ],
-    )
-
-
-def _chunk_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequence[str], fps: float) -> VideoChunk:
-    pixels = hashlib.sha256(np.ascontiguousarray(videos)).hexdigest()
-    return VideoChunk(
-        key=hashed(pixels, str(videos.shape), *prompts),
-        names=tuple(f"video {first + number} of {label}" for number in range(len(prompts))),
-        prompts=tuple(prompts),
-        read=lambda: [Clip(video, fps, prompt) for video, prompt in zip(videos, prompts, strict=True)],
-    )
+        )
+    return VideoSet(label=label, parts=parts)
 
 
 # ---------------------------------------------------------------------------------------------------------- folders

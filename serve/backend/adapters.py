@@ -58,9 +58,7 @@ def shares_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> dic
 
 
 def batches_of(
-    requests: Iterable[Request],
-    shares: Callable[[Request], Mapping[str, float]],
-    num_videos: Callable[[Request], int],
+    requests: Iterable[Request], shares: Callable[[Request], Mapping[str, float]], num_videos: Callable[[Request], int]
 ) -> list[list[Request]]:
     """Group requests of equal settings into batches that take no more work than their requests in sequence.
 

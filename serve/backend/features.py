@@ -72,7 +72,7 @@ MODELS: dict[Kind, dict[str, FeatureModel]] = {
             compute=lambda classifier: classifier,
             width=lambda config: config.num_classes,
             labels=lambda bundle: bundle.load_text_encoder().names,
-        ),
+        )
     },
 }
 """Kind of a bundle -> its models by name."""

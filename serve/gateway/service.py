@@ -146,12 +146,7 @@ class Gateway:
         """Id of a job and name of its files, where the store failed when it was created."""
         self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(
-            self.store,
-            self.servers,
-            self.results,
-            self.metrics,
-            self.tracing,
-            settings=settings.runner,
+            self.store, self.servers, self.results, self.metrics, self.tracing, settings=settings.runner
         )
         self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
         self._webhooks = Webhooks(self.store, self.keys, self.metrics, may_be_private=settings.private_webhooks)

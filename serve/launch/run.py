@@ -39,8 +39,7 @@ class RunOptions:
     grpc_port: int = port_setting(8001, "gRPC port of Triton (default: {default})")
     metrics_port: int = port_setting(8002, "port of Triton's metrics (default: {default})")
     control_secret: Path | None = setting(
-        None,
-        "allow models to be replaced at run time with the secret in this file, made if missing (default: never)",
+        None, "allow models to be replaced at run time with the secret in this file, made if missing (default: never)"
     )
     even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)

@@ -292,13 +292,7 @@ def _read_note(file: int, port: int) -> tuple[int, int]:
 
 
 def gateway_process(
-    arguments: Sequence[str],
-    *,
-    host: str,
-    port: int,
-    log: Path | None = None,
-    stop_seconds: float,
-    hang_seconds: float,
+    arguments: Sequence[str], *, host: str, port: int, log: Path | None = None, stop_seconds: float, hang_seconds: float
 ) -> OwnedProcess:
     """One `megadit serve gateway`; `arguments` are its options, without address and port."""
     url = f"http://{reachable(host)}:{port}"

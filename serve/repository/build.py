@@ -230,10 +230,7 @@ class RepositoryOptions:
         None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"
     )
     adapter_bytes: int = setting(
-        CACHE_BYTES,
-        "bytes of unused adapters that stay in memory (default: 2 GiB)",
-        low=0,
-        metavar="N",
+        CACHE_BYTES, "bytes of unused adapters that stay in memory (default: 2 GiB)", low=0, metavar="N"
     )
     guardrail_dir: Path | None = setting(
         None, "folder of a content filter for every prompt and video; executed there, not copied", metavar="DIR"

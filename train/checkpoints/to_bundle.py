@@ -193,12 +193,7 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
 
 
 def convert(
-    checkpoint: Path,
-    out: Path,
-    *,
-    ema: float | None,
-    dataset: str | Path | None = None,
-    defaults: Sequence[str] = (),
+    checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Path | None = None, defaults: Sequence[str] = ()
 ) -> None:
     """Write the bundle of a checkpoint, or its adapter if it has one; `defaults` as `changed_defaults`.
 

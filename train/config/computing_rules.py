@@ -57,10 +57,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
         "with {train.fp8_recipe=} needs parallel.transformer_impl=transformer_engine; give that, or "
         "train.fp8_recipe=tensorwise",
     ),
-    of_fp8(
-        lambda run: run.train.precision == "bf16",
-        "needs train.precision=bf16, not {train.precision}; set that",
-    ),
+    of_fp8(lambda run: run.train.precision == "bf16", "needs train.precision=bf16, not {train.precision}; set that"),
     of_fp8(
         lambda run: run.parallel.data_parallel != "fsdp" or not run.has_engine,
         "by TransformerEngine does not work with parallel.data_parallel=fsdp; use distributed_optimizer, or "
@@ -70,10 +67,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
         lambda run: run.has_engine or not run.parallel.gradient_accumulation_fusion,
         "needs TransformerEngine for parallel.gradient_accumulation_fusion; leave that out",
     ),
-    of_fp8(
-        lambda run: not run.has_experts,
-        "does not support experts; leave it out",
-    ),
+    of_fp8(lambda run: not run.has_experts, "does not support experts; leave it out"),
     of_fp8(
         lambda run: run.model.structure.block != "st_dit" or run.sizes.sequence_multiple == 1,
         "needs the same number of tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
@@ -122,10 +116,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
         "its two networks; use train.precision=bf16",
     ),
     # CUDA graphs
-    of_graphs(
-        lambda run: run.sizes.model_parallel_size == 1,
-        "model parallelism: use data parallelism alone",
-    ),
+    of_graphs(lambda run: run.sizes.model_parallel_size == 1, "model parallelism: use data parallelism alone"),
     of_graphs(lambda run: run.parallel.data_parallel != "fsdp", "parallel.data_parallel=fsdp: use ddp"),
     of_graphs(
         lambda run: run.parallel.data_parallel != "distributed_optimizer" or not run.parallel.overlap_param_gather,
@@ -134,16 +125,13 @@ COMPUTING: tuple[Rule[Run], ...] = (
     of_graphs(lambda run: not run.has_engine, "TransformerEngine: parallel.transformer_impl=local"),
     of_graphs(lambda run: not run.is_fp8, "{train.fp8=}: leave that out"),
     of_graphs(
-        lambda run: not run.parallel.gradient_accumulation_fusion,
-        "gradient_accumulation_fusion: leave that out",
+        lambda run: not run.parallel.gradient_accumulation_fusion, "gradient_accumulation_fusion: leave that out"
     ),
     of_graphs(
-        lambda run: run.parallel.recompute_granularity == "none",
-        "recomputation: parallel.recompute_granularity=none",
+        lambda run: run.parallel.recompute_granularity == "none", "recomputation: parallel.recompute_granularity=none"
     ),
     of_graphs(
-        lambda run: not run.parallel.cpu_offloading_num_layers,
-        "{parallel.cpu_offloading_num_layers=}: leave that out",
+        lambda run: not run.parallel.cpu_offloading_num_layers, "{parallel.cpu_offloading_num_layers=}: leave that out"
     ),
     of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
     of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),

@@ -32,10 +32,7 @@ OTHER_WORDS = {
 
 
 def resolve_config(
-    recipe: str | None = None,
-    *,
-    config_file: str | Path | None = None,
-    overrides: list[str] | None = None,
+    recipe: str | None = None, *, config_file: str | Path | None = None, overrides: list[str] | None = None
 ) -> RunConfig:
     """The configuration of a command line: recipe < data set < `config_file` < `overrides` (each `a.b=c`).
 

@@ -71,9 +71,7 @@ class DistillOptions:
         None, "YAML or TOML with values to change", names=("--config-file",), metavar="FILE"
     )
     stages: Sequence[str] = setting(
-        (),
-        "objectives, one after the other (default: guidance; then regression, for 3 calls or fewer)",
-        metavar="NAME",
+        (), "objectives, one after the other (default: guidance; then regression, for 3 calls or fewer)", metavar="NAME"
     )
     calls: int = setting(4, "function evaluations of the student for a video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting(
@@ -87,9 +85,7 @@ class DistillOptions:
     )
     guidance: float | None = setting(None, "guidance scale of the teacher (default: its own)", low=1)
     guidance_embedding_range: Sequence[float] = setting(
-        (),
-        "lowest and highest guidance scale of a guidance-distilled student, in place of --guidance",
-        nargs=2,
+        (), "lowest and highest guidance scale of a guidance-distilled student, in place of --guidance", nargs=2
     )
     adapter_rank: int | None = setting(
         None, "rank of the adapters that are trained as students (default: whole networks)", low=1

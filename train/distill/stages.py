@@ -74,19 +74,13 @@ STAGES = {
         ]
     ),
     "consistency_limit": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 24, 0.2)),
-    "regression": Stage(
-        overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)],
-        is_regression=True,
-    ),
+    "regression": Stage(overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)], is_regression=True),
     "distribution_matching": Stage(
         overrides=lambda run, sigmas: [
             *_gently(run, 1 / 24, 0.2),
             f"train.distill.critic_lr={run.optimizer.lr / 4:.6g}",
             "train.distill.critic_updates=3",
-            *(
-                "optimizer.adam_beta1=0.5",
-                "optimizer.muon_momentum=0.5",
-            ),  # old gradients mislead both networks
+            *("optimizer.adam_beta1=0.5", "optimizer.muon_momentum=0.5"),  # old gradients mislead both networks
             _levels(sigmas),
         ]
     ),

@@ -159,12 +159,7 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
 
 
 def _build_trained(
-    config: RunConfig,
-    groups: Groups,
-    initial: InitialWeights | None,
-    *,
-    prefix: str = "",
-    form: Form = TRAINED,
+    config: RunConfig, groups: Groups, initial: InitialWeights | None, *, prefix: str = "", form: Form = TRAINED
 ) -> Training:
     """A trained network; `prefix` precedes the names of its tensors in checkpoints."""
     parts = build_chunks(config, groups, starting_values(config, initial), form)

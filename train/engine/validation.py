@@ -211,7 +211,7 @@ def _metric_values(training: Training, videos: list[np.ndarray], real: VideoSet)
     candidates = [Candidate(model="in training", guidance=None, videos=made)]
     evaluation.compute_features(candidates, ALONE, shows_progress=False)
     metric_values = evaluation.metric_values(candidates, shows_progress=False)
-    return {f"{each.metric} ({each.of})": interval_of(each) for each in metric_values}
+    return {f"{each.metric} ({each.of})": interval_of(each.estimate) for each in metric_values}
 
 
 @lru_cache(maxsize=1)

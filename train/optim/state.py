@@ -156,10 +156,7 @@ def find_ownership(
         or any(isinstance(parameter, DTensor) for parameter in names)
     )
     return Ownership(
-        slices=tuple(slices),
-        is_replicated=not is_sharded,
-        state_names=_gather_state_names(slices),
-        groups=groups,
+        slices=tuple(slices), is_replicated=not is_sharded, state_names=_gather_state_names(slices), groups=groups
     )
 
 

@@ -140,9 +140,7 @@ def kernel_estimate(made: Features, real: Features) -> Estimate:
         values.append(_discrepancy(*kernels, torch.ones_like(a.weight_RN[:1]), torch.ones_like(b.weight_RN[:1])))
         resampled.append(_discrepancy(*kernels, a.weight_RN, b.weight_RN))
     return Estimate(
-        value=torch.cat(values).mean().item(),
-        resampled_R=torch.stack(resampled).mean(0),
-        count=len(made.features_NFD),
+        value=torch.cat(values).mean().item(), resampled_R=torch.stack(resampled).mean(0), count=len(made.features_NFD)
     )
 
 

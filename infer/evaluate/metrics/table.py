@@ -17,7 +17,7 @@ from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate
 Better = Literal["lower", "higher"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     title: str
     sees: str
@@ -63,41 +63,28 @@ def neighbour_likeness(features_NFD: Tensor) -> Tensor:
 
 
 METRICS: dict[str, Metric] = {
-    "fid": Metric(
-        title="Fréchet distance of frames", sees="pictures", better="lower", estimate=distances.frechet_estimate
-    ),
-    "kid": Metric(
-        title="kernel distance of frames", sees="pictures", better="lower", estimate=distances.kernel_estimate
-    ),
-    "fvd": Metric(title="Fréchet distance of clips", sees="clips", better="lower", estimate=distances.frechet_estimate),
-    "kvd": Metric(title="kernel distance of clips", sees="clips", better="lower", estimate=distances.kernel_estimate),
-    "precision": Metric(
-        title="generated clips among real ones", sees="clips", better="higher", estimate=distances.precision
-    ),
-    "recall": Metric(title="real clips among generated ones", sees="clips", better="higher", estimate=distances.recall),
-    "density": Metric(
-        title="real neighbourhoods per generated clip", sees="clips", better="higher", estimate=distances.density
-    ),
-    "coverage": Metric(
-        title="real clips with a generated neighbour", sees="clips", better="higher", estimate=distances.coverage
-    ),
+    "fid": Metric("Fréchet distance of frames", "pictures", "lower", distances.frechet_estimate),
+    "kid": Metric("kernel distance of frames", "pictures", "lower", distances.kernel_estimate),
+    "fvd": Metric("Fréchet distance of clips", "clips", "lower", distances.frechet_estimate),
+    "kvd": Metric("kernel distance of clips", "clips", "lower", distances.kernel_estimate),
+    "precision": Metric("generated clips among real ones", "clips", "higher", distances.precision),
+    "recall": Metric("real clips among generated ones", "clips", "higher", distances.recall),
+    "density": Metric("real neighbourhoods per generated clip", "clips", "higher", distances.density),
+    "coverage": Metric("real clips with a generated neighbour", "clips", "higher", distances.coverage),
     "consistency": Metric(
-        title="likeness of neighbouring frames (%), away from real",
-        sees="pictures",
-        better="lower",
-        estimate=_of_videos(neighbour_likeness, 100),
+        "likeness of neighbouring frames (%), away from real", "pictures", "lower", _of_videos(neighbour_likeness, 100)
     ),
     "motion": Metric(
-        title="motion (% of the height per frame), away from real",
-        sees="motion",
-        better="lower",
-        estimate=_of_videos(lambda features_NFD: features_NFD[:, 0, 0]),
+        "motion (% of the height per frame), away from real",
+        "motion",
+        "lower",
+        _of_videos(lambda features_NFD: features_NFD[:, 0, 0]),
     ),
     "flicker": Metric(
-        title="change that no motion explains (%), away from real",
-        sees="motion",
-        better="lower",
-        estimate=_of_videos(lambda features_NFD: features_NFD[:, 0, 1], 100),
+        "change that no motion explains (%), away from real",
+        "motion",
+        "lower",
+        _of_videos(lambda features_NFD: features_NFD[:, 0, 1], 100),
     ),
 }
 ADHERENCE = "clip"

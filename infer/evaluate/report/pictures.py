@@ -139,24 +139,11 @@ def _draw(axis, metric_values: Sequence[MetricValue], adherence: dict[tuple, Met
             for each, other in zip(line, along, strict=True)
         ]
         y = [each.estimate.value for each in line]
-        axis.errorbar(
-            x,
-            y,
-            yerr=_bars(line),
-            xerr=_bars(along) if all(along) else None,
-            color=colour,
-            marker="o",
-            ms=4,
-            lw=1.4,
-            elinewidth=0.8,
-            capsize=2,
-            label=model,
-        )
+        style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.4, "elinewidth": 0.8, "capsize": 2}
+        axis.errorbar(x, y, yerr=_bars(line), xerr=_bars(along) if all(along) else None, label=model, **style)
         for each, left, height in zip(line, x, y, strict=True):
-            if each.candidate.guidance is not None:
-                axis.annotate(
-                    f"{each.candidate.guidance:g}", (left, height), (5, 5), textcoords="offset points", fontsize=8
-                )
+            if (scale := each.candidate.guidance) is not None:
+                axis.annotate(f"{scale:g}", (left, height), (5, 5), textcoords="offset points", fontsize=8)
     floors = [each.baseline.interval for each in metric_values if each.baseline is not None]
     if floors:
         axis.axhspan(*floors[0], color=FAINT, alpha=0.15, lw=0, label="real against real")

@@ -1,12 +1,15 @@
-"""Results of an evaluation: report.json, a table for the terminal, and comparison of reports."""
+"""Results of an evaluation: report.json, a table for the terminal, and `megadit evaluate compare` of several."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megadit.infer.evaluate.evaluation import Difference, Evaluation, MetricValue, check_same_protocol
 from megadit.infer.evaluate.metrics.intervals import NUM_RESAMPLINGS, Estimate
+from megadit.models.shared.cli.options import command
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
@@ -34,7 +37,7 @@ def to_json(
                 "second": each.second.candidate.label,
                 "metric": each.first.metric,
                 "of": each.first.of,
-                **_estimate(each.estimate),
+                **interval_of(each.estimate),
                 "better": each.winner,
             }
             for each in differences
@@ -51,21 +54,17 @@ def _metric_value(metric_value: MetricValue) -> dict[str, Any]:
         "title": metric_value.title,
         "of": metric_value.of,
         "better": metric_value.better,
-        **_estimate(metric_value.estimate),
+        **interval_of(metric_value.estimate),
         "videos": metric_value.estimate.count,
         "extra": {name: _rounded(value) for name, value in metric_value.estimate.extra.items()},
-        "baseline": None if metric_value.baseline is None else _estimate(metric_value.baseline),
+        "baseline": None if metric_value.baseline is None else interval_of(metric_value.baseline),
         "note": metric_value.note,
         "protocol": metric_value.protocol,
     }
 
 
-def interval_of(metric_value: MetricValue) -> dict[str, float]:
+def interval_of(estimate: Estimate) -> dict[str, float]:
     """{"value", "low", "high"} of a metric."""
-    return _estimate(metric_value.estimate)
-
-
-def _estimate(estimate: Estimate) -> dict[str, float]:
     low, high = estimate.interval
     return {"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)}
 
@@ -114,23 +113,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Metrics of a report as a table, a line each."""
     cells = [("model", "metric", "", "value", "95 % interval", "real against real", "videos")]
     for row in rows:
-        label = row["model"] if row["guidance"] is None else f"{row['model']}, guidance {row['guidance']:g}"
+        name, arrow = f"{row['metric']} ({row['of']})", "v" if row["better"] == "lower" else "^"
         baseline = shown(row["baseline"]["value"]) if row["baseline"] else ""
         interval = f"{shown(row['low'])} to {shown(row['high'])}"
-        arrow = "v" if row["better"] == "lower" else "^"
-        cells.append(
-            (
-                label,
-                f"{row['metric']} ({row['of']})",
-                arrow,
-                shown(row["value"]),
-                interval,
-                baseline,
-                str(row["videos"]),
-            )
-        )
+        cells.append((label_of(row), name, arrow, shown(row["value"]), interval, baseline, str(row["videos"])))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """Label of a row: its model, and the guidance scale if there is one."""
+    return row["model"] if row["guidance"] is None else f"{row['model']}, guidance {row['guidance']:g}"
 
 
 def shown(value: float) -> str:
@@ -139,3 +132,23 @@ def shown(value: float) -> str:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{min(digits, 6)}f}"
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions:
+    reports: Sequence[Path] = setting(
+        help="report.json files of `megadit evaluate`, or their folders", positional=True, metavar="REPORT"
+    )
+
+
+@command(
+    CompareOptions,
+    prog="megadit evaluate compare",
+    description="Compares the metrics of several evaluations; metrics of different protocols are refused.",
+)
+def main(options: CompareOptions) -> None:
+    """Runs `megadit evaluate compare`; returns its exit code."""
+    print(table(side_by_side([read_report(path) for path in options.reports])))

@@ -12,7 +12,7 @@ import numpy as np
 
 from megadit.infer.evaluate.evaluation import Candidate, Difference, Evaluation, MetricValue
 from megadit.infer.evaluate.report.pictures import draw_curves, extremes, has_curve, paired_grid
-from megadit.infer.evaluate.report.report import REPORT_FILE, shown, table, to_json
+from megadit.infer.evaluate.report.report import REPORT_FILE, label_of, shown, table, to_json
 from megadit.infer.media.animations import encode_animation, encode_image
 from megadit.infer.media.contact_sheet import middle_frame
 from megadit.infer.media.pages import embedded, write_html
@@ -37,19 +37,16 @@ def write_report(
         print("no curves.png: matplotlib is not installed (pip install 'megadit[evaluate]')", file=sys.stderr)
     elif has_curve(metric_values):
         draw_curves(out / "curves.png", metric_values)
-        shows.append(
-            ("Quality and prompts", "Bars are 95 % intervals.", iio.imread(out / "curves.png")[None, ..., :3], 0)
-        )
+        curves = iio.imread(out / "curves.png")[None, ..., :3]
+        shows.append(("Quality and prompts", "Bars are 95 % intervals.", curves, 0))
     grid = paired_grid(candidates, window)
     write_video(out / "grid.png", middle_frame(grid))
     shows.append(("The same prompts and seeds", "A row for each model and guidance.", grid, window.fps))
     for candidate in candidates[:MOST_EXTREMES]:
-        if (found := extremes(candidate, evaluation)) is None:
-            continue
-        sheet, name = found
-        shows.append(
-            (f"Best and worst of {candidate.label}", f"Best above, worst below, by {name}.", sheet, window.fps)
-        )
+        if (found := extremes(candidate, evaluation)) is not None:
+            sheet, name = found
+            heading = f"Best and worst of {candidate.label}"
+            shows.append((heading, f"Best above, worst below, by {name}.", sheet, window.fps))
     report = to_json(evaluation, metric_values, differences, seconds)
     write_page(out / "report.html", report, shows)
     write_json(out / REPORT_FILE, report)
@@ -88,14 +85,6 @@ def _subtitle(report: dict[str, Any]) -> str:
     return f"{report['window']}{against}; intervals: {report['interval']}"
 
 
-def _label(metric_value: dict[str, Any]) -> str:
-    return (
-        metric_value["model"]
-        if metric_value["guidance"] is None
-        else f"{metric_value['model']}, guidance {metric_value['guidance']:g}"
-    )
-
-
 def _metric_values(metric_values: Sequence[dict[str, Any]]) -> str:
     head = (
         '<tr><th>metric<th>of<th class="number">value<th class="number">95 % interval<th class="number">real against '
@@ -105,18 +94,14 @@ def _metric_values(metric_values: Sequence[dict[str, Any]]) -> str:
     for metric_value in sorted(metric_values, key=lambda each: (each["metric"], each["of"])):
         name = (metric_value["metric"], metric_value["of"])
         arrow = "lower is better" if metric_value["better"] == "lower" else "higher is better"
-        what = (
-            f"<b>{escape(name[0])}</b> by {escape(name[1])}<br><small>{escape(metric_value['title'])}; {arrow}</small>"
-        )
+        title = f"<small>{escape(metric_value['title'])}; {arrow}</small>"
+        what = f"<b>{escape(name[0])}</b> by {escape(name[1])}<br>{title}"
         extra = ", ".join(f"{key} {shown(value)}" for key, value in metric_value["extra"].items())
         note = f'<br><span class="bad">{escape(metric_value["note"])}</span>' if metric_value["note"] else ""
-        baseline = (
-            f"{shown(metric_value['baseline']['low'])} to {shown(metric_value['baseline']['high'])}"
-            if metric_value["baseline"]
-            else ""
-        )
+        real = metric_value["baseline"]
+        baseline = f"{shown(real['low'])} to {shown(real['high'])}" if real else ""
         rows.append(
-            f"<tr><td>{what if name != last else ''}<td>{escape(_label(metric_value))}"
+            f"<tr><td>{what if name != last else ''}<td>{escape(label_of(metric_value))}"
             f'<td class="number"><b>{shown(metric_value["value"])}</b>'
             f'<td class="number">{shown(metric_value["low"])} to {shown(metric_value["high"])}'
             f'<td class="number">{baseline}<td class="number">{metric_value["videos"]}'
@@ -152,9 +137,8 @@ def _shown(heading: str, explanation: str, frames_THWC: np.ndarray, fps: float) 
 
 
 def _protocols(metric_values: Sequence[dict[str, Any]]) -> str:
-    lines = "".join(
-        f"<li><code>{escape(line)}</code>" for line in dict.fromkeys(each["protocol"] for each in metric_values)
-    )
+    protocols = dict.fromkeys(each["protocol"] for each in metric_values)
+    lines = "".join(f"<li><code>{escape(line)}</code>" for line in protocols)
     return (
         "<h2>Protocols</h2><p>Metrics can be compared if their protocols are identical. Fréchet distances are "
         "extrapolated to infinitely many videos; the last column has the plain ones."

@@ -31,7 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "evaluate": ("megadit.infer.evaluate.command:main", "compute FVD and other metrics with intervals, and a report"),
     "evaluate tokenizer": ("megadit.infer.evaluate.tokenizer:main", "measure a tokenizer's reconstruction error"),
     "evaluate compare": (
-        "megadit.infer.evaluate.report.compare:main",
+        "megadit.infer.evaluate.report.report:main",
         "compare the metrics of several evaluations",
     ),
     "evaluate convert": (

@@ -50,10 +50,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     _add_documentation(app, gateway)
     _add_front(app)
     app.add_middleware(
-        Surroundings,
-        metrics=gateway.metrics,
-        tracing=gateway.tracing,
-        max_body_bytes=gateway.settings.max_body_bytes,
+        Surroundings, metrics=gateway.metrics, tracing=gateway.tracing, max_body_bytes=gateway.settings.max_body_bytes
     )
     if gateway.settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=gateway.settings.cors_origins, **_CORS)

@@ -78,11 +78,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     one_at_a_time = CapacityLimiter(1)  # pictures, each of which takes a core; waiting requests hold no threads
 
     @router.post("/videos", response_model=Video, openapi_extra=_CREATE)
-    async def create_video(
-        request: Request,
-        key: Authenticated,
-        idempotency_key: _IdempotencyKey = None,
-    ) -> Video:
+    async def create_video(request: Request, key: Authenticated, idempotency_key: _IdempotencyKey = None) -> Video:
         """Creates a video and returns at once. A repetition with the same `Idempotency-Key` creates no second one.
 
         Files (`input_reference`, `image`, `video`, ...) are sent in a form, or in JSON as base64; URLs are not fetched.

@@ -66,10 +66,7 @@ class Streams:
         """
         self._begin(key)
         return _Stream(
-            self._events(key, video_id),
-            on_end=lambda: self._end(key),
-            headers=headers,
-            media_type="text/event-stream",
+            self._events(key, video_id), on_end=lambda: self._end(key), headers=headers, media_type="text/event-stream"
         )
 
     async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:

@@ -15,7 +15,7 @@ from megadit.infer.evaluate import command, features
 from megadit.infer.evaluate import generated as made
 from megadit.infer.evaluate import tokenizer as tokenizer_command
 from megadit.infer.evaluate.metrics.lpips import LAYERS, LPIPS
-from megadit.infer.evaluate.report import compare
+from megadit.infer.evaluate.report import report as compare
 from megadit.infer.media.video_io import read_video, write_video
 from megadit.models.shared.files import read_json
 from megadit.models.shared.folder_lock import FolderLock

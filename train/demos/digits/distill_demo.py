@@ -176,10 +176,7 @@ def _draw(demo: DistillDemo) -> None:
 
 def _student_stage(calls: int, purpose: str) -> Stage[DistillDemo]:
     return Stage(
-        name_of(calls),
-        purpose,
-        lambda demo: _distill(demo, calls),
-        lambda demo: [demo.student(calls) / "bundle"],
+        name_of(calls), purpose, lambda demo: _distill(demo, calls), lambda demo: [demo.student(calls) / "bundle"]
     )
 
 

@@ -74,10 +74,7 @@ ACTIONS = {
     "shrink": Action(("shrinks", "dwindles"), growth=1 / 1.8),
     "recolour": Action(("becomes {becomes}", "changes to {becomes}"), share=2),
 }
-IN_TRAINING = {
-    "clip": tuple(name for name, action in ACTIONS.items() for _ in range(action.share)),
-    "image": (None,),
-}
+IN_TRAINING = {"clip": tuple(name for name, action in ACTIONS.items() for _ in range(action.share)), "image": (None,)}
 """Kind of sample -> actions that its scenes are drawn from."""
 
 
