@@ -90,6 +90,7 @@ SHORT = {
     "serve/examples/with_openai.py": "a program to copy",
     "train/demos/digits/samples.py": "a data set, written like that of shapes",
     "train/data/ingest/clips/flow.py": "imports torch, which a scan otherwise does without",
+    "serve/backend/triton_instance.py": "shared by both models of the Python backend",
     "serve/forms.py": "shared by the gateway and the page",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/objectives/heads.py": "read by the plan, without Megatron",

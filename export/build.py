@@ -104,11 +104,8 @@ class ExportSettings:
 
 def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings | None = None) -> dict[str, Any]:
     """Writes `out`, whole or not at all, and returns the report of the comparison, which its megadit.json contains.
-
-    Raises:
-        UserError: if the source is no bundle, its network cannot be exported, sizes are unsupported or the disk is
-            full; if an exported network differs from torch, with the layer.
-    """
+    Raises UserError if the source is no bundle, its network cannot be exported, sizes are unsupported or the disk is
+    full; if an exported network differs from torch, with the layer."""
     settings = settings or ExportSettings()
     bundle, out = with_changed_defaults(open_any_bundle(source), settings.defaults.default), Path(out)
     _check_network(bundle, settings)

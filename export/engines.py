@@ -36,11 +36,7 @@ from megadit.models.shared.files import atomic_directory, write_json, write_mani
 
 
 def find_refittable(path: str | Path) -> ExportedNetworks:
-    """The refittable engines of an earlier export.
-
-    Raises:
-        UserError: if there are none.
-    """
+    """The refittable engines of an earlier export. Raises UserError if there are none."""
     before = open_exported(open_bundle(path), "tensorrt")
     if not before.settings["engine"]["refittable"]:
         raise UserError(f"the engines of {path} cannot be refitted: they were built without --refittable")
@@ -51,11 +47,8 @@ def prepared_for_engines(
     settings: ExportSettings, engines: EngineSettings, before: ExportedNetworks | None
 ) -> ExportSettings:
     """The settings of graphs for this machine's TensorRT. If they leave the opset open, it is that of the engines to be
-    refitted, or the one with an attention operator if TensorRT reads that.
-
-    Raises:
-        UserError: for engines that TensorRT would build incorrectly, before anything is exported.
-    """
+    refitted, or the one with an attention operator if TensorRT reads that. Raises UserError for engines that TensorRT
+    would build incorrectly, before anything is exported."""
     try:
         version = metadata.version("tensorrt")
     except metadata.PackageNotFoundError:  # reported after the graphs are written, which another machine can use
@@ -109,11 +102,8 @@ def write_engines(graphs: ExportedNetworks, plan: Path, settings: EngineSettings
 
 
 def refit_engines(graphs: ExportedNetworks, plan: Path, before: ExportedNetworks, libraries: Libraries) -> None:
-    """Writes the engines of an earlier export into `plan`, with the weights of these graphs.
-
-    Raises:
-        UserError: if they are for another machine, or for other networks, sizes or number types.
-    """
+    """Writes the engines of an earlier export into `plan`, with the weights of these graphs. Raises UserError if they
+    are for another machine, or for other networks, sizes or number types."""
     check_engine(before, libraries.trt.__version__, *_gpu())
     for what in ("precision", "opset", "networks", "adapters"):
         if before.settings.get(what) != graphs.settings.get(what):
@@ -132,11 +122,8 @@ def _gpu() -> tuple[str, tuple[int, int]]:
 
 
 def compare_under(runtime: str, bundle: Bundle, opened: Networks) -> dict[str, Any]:
-    """The report of the networks that `runtime` opened, and of a whole video.
-
-    Raises:
-        UserError: if one differs from torch's by more than its precision allows.
-    """
+    """The report of the networks that `runtime` opened, and of a whole video. Raises UserError if one differs from
+    torch's by more than its precision allows."""
     exported, tokenizer = open_exported(bundle, runtime), bundle.load_tokenizer()
     graphs = bundle.manifest["export"]["onnx"]
     precision, slots = exported.settings["precision"], adapter_inputs(bundle, runtime)
@@ -159,10 +146,7 @@ def compare_under(runtime: str, bundle: Bundle, opened: Networks) -> dict[str, A
 
 def add_report(path: Path, runtime: str) -> None:
     """Compares the graphs of the bundle at `path` under `runtime` on the CPU, and adds the report to its megadit.json.
-
-    Raises:
-        UserError: if `runtime` is missing, does not read a graph, or differs from torch.
-    """
+    Raises UserError if `runtime` is missing, does not read a graph, or differs from torch."""
     bundle, record = Bundle.open(path), {}
     compared = replace(bundle, manifest={**bundle.manifest, "export": {**bundle.manifest["export"], runtime: record}})
     opened = EXPORTED[runtime].open(open_exported(compared, runtime), torch.device("cpu"))

@@ -65,11 +65,8 @@ def _another_type(spec: NetworkSpec, kind: str, node: onnx.NodeProto, precision:
 
 
 def opened_by(path: Path) -> dict[str, str]:
-    """Provider of the installed ONNX Runtime -> its error when a plain session opens a graph, or "".
-
-    Raises:
-        UserError: if the GPU provider is installed and fails.
-    """
+    """Provider of the installed ONNX Runtime -> its error when a plain session opens a graph, or "". Raises UserError
+    if the GPU provider is installed and fails."""
     import onnxruntime
 
     found = {}

@@ -148,11 +148,8 @@ class RoundedLinear(nn.Linear):
 
 
 def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: str = "denoiser.dit.") -> None:
-    """Inserts quantise and dequantise pairs before the products of these layers, in place.
-
-    Raises:
-        UserError: if a layer is not in the graph as one product with its weight.
-    """
+    """Inserts quantise and dequantise pairs before the products of these layers, in place. Raises UserError if a layer
+    is not in the graph as one product with its weight."""
     form, model = FORMATS[precision], ir.load(path)
     products = {node.name.rpartition("/")[0]: node for node in model.graph if node.op_type == "MatMul"}
     for layer, largest in ranges.items():

@@ -72,11 +72,8 @@ def _frames_of_patches(frames: int, config: NetworkConfig, tokenizer: VideoToken
 
 
 def parse_profiles(clean: Sequence[str], defaults: Profiles) -> Profiles:
-    """`defaults`, overridden by texts `name=min,opt,max` or `name=size` (all three).
-
-    Raises:
-        UserError: for an unknown name, and for invalid or unordered numbers.
-    """
+    """`defaults`, overridden by texts `name=min,opt,max` or `name=size` (all three). Raises UserError for an unknown
+    name, and for invalid or unordered numbers."""
     names = [field.name for field in fields(Profiles)]
     for text in clean:
         name, _, value = text.partition("=")
@@ -175,11 +172,8 @@ def specs(
 
 
 def embedding_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
-    """The signature of a classifier, or of CLIP's towers; images all have one size.
-
-    Raises:
-        UserError: if `profiles` have several sizes.
-    """
+    """The signature of a classifier, or of CLIP's towers; images all have one size. Raises UserError if `profiles` have
+    several sizes."""
     size = bundle.defaults
     if (profiles.frames[2], profiles.height[2], profiles.width[2]) != (size.num_frames, size.height, size.width):
         raise UserError(f"--profile: a {bundle.kind} takes images of one size; only batch and text may vary")

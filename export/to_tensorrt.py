@@ -45,11 +45,7 @@ class Libraries(NamedTuple):
 
 
 def load_libraries() -> Libraries:
-    """Import TensorRT and polygraphy.
-
-    Raises:
-        UserError: if one is missing; says what to install.
-    """
+    """Import TensorRT and polygraphy. Raises UserError if one is missing; says what to install."""
     try:
         import tensorrt
         from polygraphy.backend import trt as backend
@@ -60,11 +56,8 @@ def load_libraries() -> Libraries:
 
 
 def build_engine(onnx: Path, spec: NetworkSpec, settings: EngineSettings, plan: Path, libraries: Libraries) -> None:
-    """Builds the engine of one graph and writes it to `plan`.
-
-    Raises:
-        UserError: if TensorRT does not read the graph, or cannot build it.
-    """
+    """Builds the engine of one graph and writes it to `plan`. Raises UserError if TensorRT does not read the graph, or
+    cannot build it."""
     trt, backend = libraries
     check_refittable(settings, trt.__version__)
     check_operators(onnx, trt.__version__)

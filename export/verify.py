@@ -191,10 +191,7 @@ def verify_runtime(
     precision: str,
 ) -> dict[str, Any]:
     """The report of a network that passes with another `runtime`; `run` takes inputs and the shape of the output.
-
-    Raises:
-        UserError: if the network does not pass, with the case and the error.
-    """
+    Raises UserError if the network does not pass, with the case and the error."""
     errors = {}
     for case in cases:
         output = run(case.inputs, tuple(case.output.shape)).cpu()
@@ -268,11 +265,8 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str = "onnx") -> dict[str, Any]:
-    """Samples one video with torch and with `runtime`, and compares them frame by frame.
-
-    Raises:
-        UserError: if a frame differs too much.
-    """
+    """Samples one video with torch and with `runtime`, and compares them frame by frame. Raises UserError if a frame
+    differs too much."""
     settings = replace(bundle.defaults, num_steps=min(num_steps, bundle.defaults.num_steps), autoguidance="")
     prompt, frames = usual_prompt(bundle), {}
     device = "cuda" if runtime == "tensorrt" else "cpu"

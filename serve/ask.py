@@ -114,11 +114,8 @@ def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
 
 
 def conditioning_values(options: ConditioningOptions) -> dict[str, Any]:
-    """Return the conditioning options as fields of a request: files as their bytes.
-
-    Raises:
-        UserError: for files that cannot be read.
-    """
+    """Return the conditioning options as fields of a request: files as their bytes. Raises UserError for files that
+    cannot be read."""
     values = {name: value for name, value in asdict(options).items() if value not in (None, "", ())}
     for name in values.keys() & set(MEDIA):
         values[name] = tuple(map(_keyframe, values[name])) if name == "keyframe" else _read(name, values[name])

@@ -66,11 +66,8 @@ class VideoClient:
         return self._transport.is_ready(self.model)
 
     def info(self) -> ServiceInfo:
-        """Defaults, limits and samplers of the service.
-
-        Raises:
-            ServiceError: if the model is missing, or is not a model of megadit.
-        """
+        """Defaults, limits and samplers of the service. Raises ServiceError if the model is missing, or is not a model
+        of megadit."""
         try:
             parameters = self._transport.config(self.model)["parameters"]
             return ServiceInfo.from_json(parameters["service"]["string_value"])

@@ -88,11 +88,8 @@ class VideoRequest(_PartialSettings):
 
     @classmethod
     def from_inputs(cls, inputs: Mapping[str, Any]) -> "VideoRequest":
-        """The request of these input tensors, one value each.
-
-        Raises:
-            UserError: for an unknown or missing input, or an input under two of its names.
-        """
+        """The request of these input tensors, one value each. Raises UserError for an unknown or missing input, or an
+        input under two of its names."""
         known = {each.name: each for each in INPUTS}
         for name in inputs:
             if name not in known:
@@ -132,11 +129,8 @@ class VideoRequest(_PartialSettings):
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
 
     def adapter_scales(self) -> dict[str, float]:
-        """Name -> scale of the adapters; `high=NAME` or `low=NAME` is for one of two experts.
-
-        Raises:
-            UserError: for an invalid name, a scale that is not finite, and an adapter that is given twice.
-        """
+        """Name -> scale of the adapters; `high=NAME` or `low=NAME` is for one of two experts. Raises UserError for an
+        invalid name, a scale that is not finite, and an adapter that is given twice."""
         scales = parse_adapters(list(filter(None, self.adapters or ())))
         for name in scales:
             check_name(split_expert(name)[1])

@@ -55,9 +55,7 @@ class Limits(MediaLimits):
             raise UserError(f"it takes {num_bytes:,} bytes of memory; this service allows {self.max_adapter_bytes:,}")
 
     def check_text(self, name: str, text: str) -> None:
-        """Raises:
-        UserError: if a text is too long or holds control characters.
-        """
+        """Raises UserError if a text is too long or holds control characters."""
         if len(text) > self.max_prompt_characters:
             raise UserError(f"{name} has {len(text):,} characters; this service takes {self.max_prompt_characters:,}")
         control = next((character for character in text if ord(character) < 32 and character not in "\t\n\r"), None)
@@ -65,9 +63,7 @@ class Limits(MediaLimits):
             raise UserError(f"{name} holds the control character U+{ord(control):04X}; leave it out")
 
     def check_tokens(self, num_tokens: int) -> None:
-        """Raises:
-        UserError: if a text of a request has too many tokens.
-        """
+        """Raises UserError if a text of a request has too many tokens."""
         if num_tokens > self.max_text_tokens:
             raise UserError(
                 f"a text of this request has {num_tokens:,} tokens; shorten it to the {self.max_text_tokens:,} that "
@@ -85,11 +81,8 @@ class Limits(MediaLimits):
         num_steps: int,
         adapter_share: float = 0.0,
     ) -> None:
-        """`adapter_share`: parameters of the request's adapters divided by the network's; a few are free.
-
-        Raises:
-            UserError: if the request exceeds a limit.
-        """
+        """`adapter_share`: parameters of the request's adapters divided by the network's; a few are free. Raises
+        UserError if the request exceeds a limit."""
         if num_frames > 1 and not MIN_FPS <= fps <= MAX_FPS:
             raise UserError(f"fps={fps:g} is not between {MIN_FPS} and {MAX_FPS}")
         if not 1 <= num_videos <= self.max_videos:
@@ -206,11 +199,8 @@ class ServiceInfo:
             check_embedded_guidance(request.guidance, self.guidance_embedding_range)
 
     def check_adapters(self, request: VideoRequest) -> dict[str, float]:
-        """Name -> scale of the adapters of a request.
-
-        Raises:
-            UserError: for invalid names and scales, and for more adapters than this service supports.
-        """
+        """Name -> scale of the adapters of a request. Raises UserError for invalid names and scales, and for more
+        adapters than this service supports."""
         scales = request.adapter_scales()
         if scales and self.adapters is None:
             raise UserError("this service supports no adapters: it was built without --adapters")

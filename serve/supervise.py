@@ -175,9 +175,7 @@ class OwnedProcess:
         return self._child.killed_because if self._child else None
 
     def __enter__(self) -> "OwnedProcess":
-        """Raises:
-        UserError: if it ends instead of serving, or does not serve in time.
-        """
+        """Raises UserError if it ends instead of serving, or does not serve in time."""
         self.prepare()
         self._child = Child(self.command, environment=self.environment, log=self.log, folder=self.folder)
         try:

@@ -98,11 +98,8 @@ class Tracing:
 
     @classmethod
     def of_environment(cls, service: str) -> "Tracing":
-        """Set up traces by OpenTelemetry's variables; `service` is the default of OTEL_SERVICE_NAME.
-
-        Raises:
-            UserError: if they enable traces, and the libraries are missing or cannot send them there.
-        """
+        """Set up traces by OpenTelemetry's variables; `service` is the default of OTEL_SERVICE_NAME. Raises UserError
+        if they enable traces, and the libraries are missing or cannot send them there."""
         if not is_asked_for(os.environ):
             return cls()
         _check(os.environ)

@@ -75,11 +75,7 @@ class Transport(Protocol):
 
 
 def check_address(url: str) -> SplitResult:
-    """Parse a service's address.
-
-    Raises:
-        UserError: if it is invalid.
-    """
+    """Parse a service's address. Raises UserError if it is invalid."""
     try:
         parts = urlsplit(url if "://" in url or url.startswith("unix:") else f"//{url}")
         if parts.scheme == "unix" and parts.path.startswith("/"):

@@ -70,11 +70,7 @@ def randomised(network: nn.Module) -> nn.Module:
 
 
 def diffusers() -> Any:
-    """The library.
-
-    Raises:
-        UserError: if it is missing.
-    """
+    """The library. Raises UserError if it is missing."""
     try:
         import diffusers as library
     except ImportError:

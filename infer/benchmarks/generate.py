@@ -84,11 +84,8 @@ class Workload:
 def measure(
     pipelines: dict[str, TextToVideo], settings: SamplingSettings, prompt: str, rounds: int
 ) -> list[MetricValue]:
-    """Times every network and a whole video under every runtime, `rounds` times in turn after a warm-up round.
-
-    Raises:
-        UserError: for fewer rounds than one.
-    """
+    """Times every network and a whole video under every runtime, `rounds` times in turn after a warm-up round. Raises
+    UserError for fewer rounds than one."""
     if rounds < 1:
         raise UserError(f"--rounds={rounds} must be at least 1")
     tasks = {(name, what): task for name, one in pipelines.items() for what, task in _tasks(one, settings, prompt)}
@@ -185,11 +182,8 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def load_pipelines(bundle: Bundle, runtimes: Sequence[str], device: str, dtype: str) -> dict[str, TextToVideo]:
-    """A pipeline for each runtime.
-
-    Raises:
-        UserError: for an unknown runtime, or one that the bundle was not exported for.
-    """
+    """A pipeline for each runtime. Raises UserError for an unknown runtime, or one that the bundle was not exported
+    for."""
     for name in runtimes:
         choose_one(name, RUNTIMES, f"--runtime {name} is unknown")
     return {

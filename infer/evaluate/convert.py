@@ -48,11 +48,8 @@ def main(options: ConvertOptions) -> None:
 
 
 def convert(kind: str, source: Path, out: Path, *, narrow: int = 1) -> None:
-    """Writes the extractor; `narrow` divides the network's channels, for tests.
-
-    Raises:
-        UserError: if the file's tensors are not those of the network.
-    """
+    """Writes the extractor; `narrow` divides the network's channels, for tests. Raises UserError if the file's tensors
+    are not those of the network."""
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: use a name that ends in .safetensors")
     found = _opened(source)

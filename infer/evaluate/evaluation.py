@@ -109,21 +109,14 @@ class Evaluation:
             check_enough(num_made, self.real.count, each, extractor.width)
 
     def compute_features(self, candidates: Sequence[Candidate], ranks: Ranks, *, shows_progress: bool = True) -> None:
-        """Compute and store the features of all candidates' videos, and of the real ones for extractors.
-
-        Raises:
-            UserError: for videos that do not fit the window or the extractors.
-        """
+        """Compute and store the features of all candidates' videos, and of the real ones for extractors. Raises
+        UserError for videos that do not fit the window or the extractors."""
         self.store.fill([each.videos for each in candidates], [*self.extractors, *self.scorers], ranks, shows_progress)
         if self.real is not None and self.extractors:
             self.store.fill([self.real], self.extractors, ranks, shows_progress)
 
     def metric_values(self, candidates: Sequence[Candidate], *, shows_progress: bool = True) -> list[MetricValue]:
-        """Metrics of all candidates.
-
-        Raises:
-            UserError: for metrics that cannot be computed from these videos.
-        """
+        """Metrics of all candidates. Raises UserError for metrics that cannot be computed from these videos."""
         found = []
         chosen_metrics = self._requested()
         total = len(candidates) * (len(chosen_metrics) + len(self.scorers))
@@ -240,11 +233,8 @@ class Evaluation:
 
 
 def differences(metric_values: Sequence[MetricValue]) -> list[Difference]:
-    """Compare the first model with each other one, at equal guidance, metric by metric.
-
-    Raises:
-        UserError: for metrics of different protocols.
-    """
+    """Compare the first model with each other one, at equal guidance, metric by metric. Raises UserError for metrics of
+    different protocols."""
     models = list(dict.fromkeys(metric_value.candidate.model for metric_value in metric_values))
     found = []
     for first in metric_values:

@@ -51,11 +51,8 @@ class FeatureStore:
     def fill(
         self, sets: Sequence[VideoSet], extractors: Sequence[Extractor | Scorer], ranks: Ranks, shows_progress: bool
     ) -> None:
-        """Computes the missing features of this process's chunks.
-
-        Raises:
-            UserError: for videos that do not fit the window or an extractor.
-        """
+        """Computes the missing features of this process's chunks. Raises UserError for videos that do not fit the
+        window or an extractor."""
         for extractor in extractors:
             if self.window.frames < extractor.fewest_frames:
                 raise UserError(

@@ -83,11 +83,8 @@ class BundleMaker:
 
 
 def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarray:
-    """The frames of an mp4 or png of a video of these settings, THWC.
-
-    Raises:
-        UserError: if it cannot be decoded, or has another size.
-    """
+    """The frames of an mp4 or png of a video of these settings, THWC. Raises UserError if it cannot be decoded, or has
+    another size."""
     video_THWC = decoded(content, where)[0][:, : settings.height, : settings.width]  # an mp4 has even sides
     size = (settings.num_frames, settings.height, settings.width)
     if video_THWC.shape[:3] != size:

@@ -37,11 +37,8 @@ _BUSY = (429, 502, 503, 504)
 
 
 def open_service(url: str, key_file: Path | None) -> "ServiceMaker":
-    """Connect to the service at http://HOST:PORT, and read its defaults.
-
-    Raises:
-        UserError: for an invalid address or key, and if there is no response.
-    """
+    """Connect to the service at http://HOST:PORT, and read its defaults. Raises UserError for an invalid address or
+    key, and if there is no response."""
     try:
         parts = urlsplit(url)
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -130,11 +127,8 @@ class ServiceMaker:
         return value
 
     def _answer(self, method: str, path: str, body: dict | None = None, headers: dict | None = None) -> bytes:
-        """Return the content of a response; the request is repeated while the service is busy or unreachable.
-
-        Raises:
-            UserError: for an error response, or no response within `PATIENCE_SECONDS`.
-        """
+        """Return the content of a response; the request is repeated while the service is busy or unreachable. Raises
+        UserError for an error response, or no response within `PATIENCE_SECONDS`."""
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             pause = 1.0

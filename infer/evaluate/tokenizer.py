@@ -69,11 +69,8 @@ def main(options: TokenizerOptions) -> None:
 
 
 def _encodable(window: Window, tokenizer: VideoTokenizer, asked: int | None) -> Window:
-    """Return the window, by default with the most frames that can be encoded.
-
-    Raises:
-        UserError: for sizes that cannot be encoded.
-    """
+    """Return the window, by default with the most frames that can be encoded. Raises UserError for sizes that cannot be
+    encoded."""
     frames = window.frames
     while asked is None and frames > 1 and tokenizer.frames_covering(frames) != frames:
         frames -= 1

@@ -89,11 +89,8 @@ def hashed(*texts: str) -> str:
 
 
 def open_videos(path: Path, most: int | None = None, split: str | None = None) -> VideoSet:
-    """The videos of a folder, or of a split of a data set (val, or train if that is empty), at most `most`.
-
-    Raises:
-        UserError: if there are none.
-    """
+    """The videos of a folder, or of a split of a data set (val, or train if that is empty), at most `most`. Raises
+    UserError if there are none."""
     if not path.is_dir():
         raise UserError(f"{path} is not a folder of videos, nor a data set of `megadit prepare`")
     unread: list[str] = []
@@ -110,11 +107,8 @@ def open_videos(path: Path, most: int | None = None, split: str | None = None) -
 
 
 def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
-    """Prompts for `count` videos of a model: from the file `path`, or the captions of the real videos.
-
-    Raises:
-        UserError: for a file without prompts, or with settings, and for real videos without captions.
-    """
+    """Prompts for `count` videos of a model: from the file `path`, or the captions of the real videos. Raises UserError
+    for a file without prompts, or with settings, and for real videos without captions."""
     prompts = prompts_alone(path)
     if not path:
         prompts = real.prompts
@@ -206,11 +200,8 @@ def _caption(video: Path, folder: Path) -> str:
 
 
 def read_file(path: Path) -> tuple[np.ndarray, float]:
-    """Frames (THWC) and frames per second of an untrusted file.
-
-    Raises:
-        UserError: if it cannot be decoded, or exceeds the limits.
-    """
+    """Frames (THWC) and frames per second of an untrusted file. Raises UserError if it cannot be decoded, or exceeds
+    the limits."""
     try:
         with path.open("rb") as file:
             return _frames(file, str(path))
@@ -219,11 +210,8 @@ def read_file(path: Path) -> tuple[np.ndarray, float]:
 
 
 def decoded(content: bytes, where: str) -> tuple[np.ndarray, float]:
-    """Frames (THWC) and frames per second (0 for a picture) of an untrusted video or picture.
-
-    Raises:
-        UserError: as `read_file`.
-    """
+    """Frames (THWC) and frames per second (0 for a picture) of an untrusted video or picture. Raises UserError as
+    `read_file`."""
     return _frames(io.BytesIO(content), where)
 
 
@@ -316,11 +304,8 @@ def _clip(where: str, members: dict[str, bytes], decode: Decode) -> Clip:
 
 @torch.inference_mode()
 def decoded_latents(content: bytes, tokenizer: VideoTokenizer, where: str) -> np.ndarray:
-    """Frames (THWC) of the latents in an untrusted safetensors file.
-
-    Raises:
-        UserError: if it holds no latents of this tokenizer, or exceeds the limits.
-    """
+    """Frames (THWC) of the latents in an untrusted safetensors file. Raises UserError if it holds no latents of this
+    tokenizer, or exceeds the limits."""
     check_tensor_header(content[:8], where)
     try:
         latent = safetensors.torch.load(content)["latent"]

@@ -65,22 +65,16 @@ def thinned(clip: Clip, fps: float) -> Clip:
 
 
 def windowed(part: VideoChunk, window: Window) -> tuple[Tensor, list[str]]:
-    """The windows of the videos of a chunk, [N, T, H, W, C], and their prompts.
-
-    Raises:
-        UserError: for a video that is shorter, or has another size or a lower frame rate.
-    """
+    """The windows of the videos of a chunk, [N, T, H, W, C], and their prompts. Raises UserError for a video that is
+    shorter, or has another size or a lower frame rate."""
     clips = part.read()
     videos = [cut(clip, name, window) for clip, name in zip(clips, part.names, strict=True)]
     return torch.stack(videos), [clip.prompt for clip in clips]
 
 
 def cut(clip: Clip, name: str, window: Window) -> Tensor:
-    """Cut the window out of a video, [T, H, W, C].
-
-    Raises:
-        UserError: as `windowed`; `name` is the video's, for the message.
-    """
+    """Cut the window out of a video, [T, H, W, C]. Raises UserError as `windowed`; `name` is the video's, for the
+    message."""
     clip = thinned(clip, window.fps)
     length, height, width, _ = clip.video_THWC.shape
     if length < window.frames:

@@ -43,11 +43,7 @@ class Skip:
 
 
 def write_dataset_page(dataset: Path, page: Path, facts: dict[str, Any]) -> None:
-    """Writes the page of a data set, from its files alone.
-
-    Raises:
-        UserError: for records that are not JSON lines.
-    """
+    """Writes the page of a data set, from its files alone. Raises UserError for records that are not JSON lines."""
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     head = [f"<h1>{escape(str(dataset))}</h1>", table_of(rows)]
     write_html(page, str(dataset), [*head, *_left_out(dataset), *_samples(dataset)])

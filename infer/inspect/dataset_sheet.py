@@ -27,11 +27,8 @@ MAX_WIDTH = 1600
 
 
 def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
-    """Draws samples from the beginning, middle and end of the dataset.
-
-    Raises:
-        UserError: if nothing in it can be decoded, or `path` is not the name of a picture.
-    """
+    """Draws samples from the beginning, middle and end of the dataset. Raises UserError if nothing in it can be
+    decoded, or `path` is not the name of a picture."""
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--sheet {path}: use a name that ends in .png, .jpg or .webp")
     tokenizer = load_tokenizer(dataset / "tokenizer")

@@ -301,11 +301,8 @@ class Need:
 
 
 def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
-    """Yield the requirements of a distribution with these extras, and theirs in turn; each pair once.
-
-    Raises:
-        UserError: if it is not installed, or has no such extra.
-    """
+    """Yield the requirements of a distribution with these extras, and theirs in turn; each pair once. Raises UserError
+    if it is not installed, or has no such extra."""
     if _version(name) is None:
         raise UserError(f"{name} is not installed, so its extras are unknown: pip install -e .")
     known = metadata.metadata(name).get_all("Provides-Extra") or []

@@ -31,11 +31,8 @@ HIGH = 1.15
 
 
 def describe_media(path: Path) -> dict[str, Any]:
-    """Size and length of a video or an image, and its generation settings if it holds them.
-
-    Raises:
-        UserError: if it cannot be decoded.
-    """
+    """Size and length of a video or an image, and its generation settings if it holds them. Raises UserError if it
+    cannot be decoded."""
     frames, fps = read_video(path)
     count, height, width = frames.shape[:3]
     kind = "image" if count == 1 else "video"

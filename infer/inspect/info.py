@@ -101,11 +101,7 @@ def write_page(path: Path, page: Path, facts: Facts) -> None:
 
 
 def describe(path: Path) -> Facts:
-    """Describe the file or folder at `path`.
-
-    Raises:
-        UserError: if nothing is there, or megadit did not write it.
-    """
+    """Describe the file or folder at `path`. Raises UserError if nothing is there, or megadit did not write it."""
     if not path.exists():
         raise UserError(f"{path} does not exist; give a bundle, an adapter, a run, a checkpoint or a data set")
     if is_bundle(path):
@@ -207,11 +203,8 @@ def _sizes(files: Collection[Path]) -> str:
 
 
 def describe_blend(path: Path) -> Facts:
-    """Describe a blend of data sets: folders, samples and weights of each split.
-
-    Raises:
-        UserError: if the file names no data sets, or one of them was not prepared.
-    """
+    """Describe a blend of data sets: folders, samples and weights of each split. Raises UserError if the file names no
+    data sets, or one of them was not prepared."""
     document = read_yaml(path)
     facts: Facts = {"blend": str(path)}
     try:

@@ -62,11 +62,8 @@ def _medium(run: Path, path: Path, words: str) -> str:
 
 
 def _text(run: Path, name: str) -> str:
-    """A text of the run, or the end of a large one; "" if there is none.
-
-    Raises:
-        UserError: for a link that leads out of the run.
-    """
+    """A text of the run, or the end of a large one; "" if there is none. Raises UserError for a link that leads out of
+    the run."""
     path = inner_path(run, name)
     if not path.is_file():
         return ""

@@ -20,11 +20,8 @@ Request = TypeVar("Request")
 
 
 def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None) -> Scales:
-    """The adapters of a request, by their paths in a service's folder.
-
-    Raises:
-        UserError: for too many adapters, missing ones, and invalid names.
-    """
+    """The adapters of a request, by their paths in a service's folder. Raises UserError for too many adapters, missing
+    ones, and invalid names."""
     scales = {split_expert(name): scale for name, scale in info.check_adapters(request).items()}
     return {
         of_expert(expert, str(find_adapter(folder, name, info.limits.max_adapter_bytes))): scale
@@ -33,21 +30,15 @@ def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None
 
 
 def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSettings:
-    """Return the default settings of a request with these adapters.
-
-    Raises:
-        UserError: for adapters that cannot be read, or have conflicting settings.
-    """
+    """Return the default settings of a request with these adapters. Raises UserError for adapters that cannot be read,
+    or have conflicting settings."""
     with _by_name(adapters):
         return adapted_defaults(defaults, adapters)
 
 
 def shares_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> dict[str, float]:
-    """Return each adapter's number of parameters divided by the network's: the fraction of work that it adds.
-
-    Raises:
-        UserError: for an adapter of too high a rank, or too many bytes in memory.
-    """
+    """Return each adapter's number of parameters divided by the network's: the fraction of work that it adds. Raises
+    UserError for an adapter of too high a rank, or too many bytes in memory."""
     shares = {}
     for path in adapters:
         with _by_name([path]):
@@ -84,11 +75,8 @@ def batches_of(
 
 
 def admit(pipeline: TextToVideo, adapters: Scales) -> None:
-    """Load adapters once, so that invalid ones are reported before anything is generated.
-
-    Raises:
-        UserError: for adapters that cannot be read, or do not fit the network or each other.
-    """
+    """Load adapters once, so that invalid ones are reported before anything is generated. Raises UserError for adapters
+    that cannot be read, or do not fit the network or each other."""
     for path in adapters:  # one by one, to keep only one in memory
         with _by_name([path]):
             pipeline.admit_adapters({path: 1.0})

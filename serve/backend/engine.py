@@ -171,11 +171,7 @@ class Engine:
 
     def check(self, request: VideoRequest, span: Span = NOTHING) -> tuple[SamplingSettings, dict[str, float]]:
         """The settings that a request resolves to, and the fraction of work of each adapter; `span` is that of the
-        check.
-
-        Raises:
-            UserError: if it is invalid or exceeds the limits.
-        """
+        check. Raises UserError if it is invalid or exceeds the limits."""
         self.info.limits.check_texts(request)
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
@@ -204,22 +200,16 @@ class Engine:
         return settings, shares
 
     def read(self, request: VideoRequest, settings: SamplingSettings) -> Media:
-        """Read the conditioning media of a request's videos from its files.
-
-        Raises:
-            UserError: for files that cannot be read, exceed the limits, or do not fit the video.
-        """
+        """Read the conditioning media of a request's videos from its files. Raises UserError for files that cannot be
+        read, exceed the limits, or do not fit the video."""
         decode = within_total(self.decode, self.info.limits)
         media = decoded(request.sent(), settings.num_frames, decode)
         check_conditioning(media, self.pipeline.conditionings, self._target(settings))
         return media
 
     def read_adapters(self, request: VideoRequest) -> Scales:
-        """Load the adapters of a request; return them by their paths.
-
-        Raises:
-            UserError: for adapters that are missing, cannot be read, or do not fit the network.
-        """
+        """Load the adapters of a request; return them by their paths. Raises UserError for adapters that are missing,
+        cannot be read, or do not fit the network."""
         scales = asked_adapters(request, self.info, self.adapters)
         admit(self.pipeline, scales)
         return scales

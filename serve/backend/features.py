@@ -82,11 +82,7 @@ class Features:
     """One of `MODELS` with its network loaded."""
 
     def __init__(self, name: str, bundle: Bundle, *, runtime: str, device: str, limits: Limits) -> None:
-        """Loads the network.
-
-        Raises:
-            UserError: for a bundle without such a model, or not exported for `runtime`.
-        """
+        """Loads the network. Raises UserError for a bundle without such a model, or not exported for `runtime`."""
         self.model = MODELS[bundle.kind][name]
         use_device(device)
         network = self.model.network(bundle, runtime=runtime, device=device)

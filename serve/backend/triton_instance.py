@@ -20,11 +20,8 @@ class Instance:
 
     @classmethod
     def of(cls, args: dict[str, str]) -> "Instance":
-        """Read the instance that `initialize` was called for.
-
-        Raises:
-            RuntimeError: if this backend and numpy are incompatible, which would corrupt arrays without an error.
-        """
+        """Read the instance that `initialize` was called for. Raises RuntimeError if this backend and numpy are
+        incompatible, which would corrupt arrays without an error."""
         _check_numpy()
         parameters = json.loads(args["model_config"])["parameters"]
         return cls(

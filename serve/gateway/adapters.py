@@ -54,11 +54,7 @@ class Adapters:
     """The adapters of a folder, or, without one, those that the service was built with."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: "" means none.
-
-        Raises:
-            UserError: if there is no such folder.
-        """
+        """`folder`: "" means none. Raises UserError if there is no such folder."""
         self._folder = Path(folder) if folder else None
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"--adapters={folder} is not a folder; give that of `megadit serve build-repository`")
@@ -73,12 +69,8 @@ class Adapters:
         return [chosen[name] for name in sorted(chosen)]
 
     def resolved(self, key: Key, request: VideoRequest, info: AdapterInfo | None) -> VideoRequest:
-        """The request with Triton's names of its adapters.
-
-        Raises:
-            AdapterNotFoundError: for an adapter that this key does not have.
-            UserError: for an invalid name.
-        """
+        """The request with Triton's names of its adapters. Raises AdapterNotFoundError for an adapter that this key
+        does not have; UserError for an invalid name."""
         scales = request.adapter_scales()
         if not scales:
             return request
@@ -92,11 +84,8 @@ class Adapters:
         return replace(request, adapters=tuple(resolved))
 
     def put(self, key: Key, name: str, file: IO[bytes], info: AdapterInfo) -> StoredAdapter:
-        """Stores an uploaded file, after checking that it is an adapter of this service's network.
-
-        Raises:
-            ApiError: for an invalid file, a name that is in use, and more than the key's quota.
-        """
+        """Stores an uploaded file, after checking that it is an adapter of this service's network. Raises ApiError for
+        an invalid file, a name that is in use, and more than the key's quota."""
         folder = self._writable()
         try:
             check_name(name)
@@ -124,11 +113,8 @@ class Adapters:
         return next(each for each in self._found() if each.stored == stored)
 
     def remove(self, key: Key, name: str) -> None:
-        """Removes an adapter of the key; a job that waits for it fails.
-
-        Raises:
-            ApiError: if the key has no adapter of this name.
-        """
+        """Removes an adapter of the key; a job that waits for it fails. Raises ApiError if the key has no adapter of
+        this name."""
         folder = self._writable()
         own = next((each for each in self._found() if (each.name, each.key_id) == (name, key.id)), None)
         if own is None:

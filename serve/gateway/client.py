@@ -89,11 +89,8 @@ class GatewayClient:
         self.info()
 
     def info(self) -> ServiceInfo:
-        """Defaults, limits and samplers of the service.
-
-        Raises:
-            UnavailableError: if the gateway has not yet seen a server.
-        """
+        """Defaults, limits and samplers of the service. Raises UnavailableError if the gateway has not yet seen a
+        server."""
         service = self._ask("GET", f"/v1/models/{self.model}")["service"]
         if service is None:
             raise UnavailableError(f"{self.url} has not seen a server yet")
@@ -259,11 +256,8 @@ class GatewayClient:
     # ------------------------------------------------------------------------------------------ one question
 
     def _until_answered(self, ask: Callable[[], _Answer], cancelled: threading.Event, about: str = "") -> _Answer:
-        """Return the result of `ask`, repeated until the gateway responds.
-
-        Raises:
-            UnavailableError: if it is unreachable for longer than `patience`; `about` is added to the message.
-        """
+        """Return the result of `ask`, repeated until the gateway responds. Raises UnavailableError if it is unreachable
+        for longer than `patience`; `about` is added to the message."""
         deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:

@@ -97,11 +97,8 @@ class _Parser(MultiPartParser):
 
 @asynccontextmanager
 async def form_of(request: Request, **most: int) -> AsyncIterator[FormData]:
-    """The multipart form of a request, with limits of files and fields.
-
-    Raises:
-        ApiError: for texts in another encoding than UTF-8, and for a form that cannot be read to its end.
-    """
+    """The multipart form of a request, with limits of files and fields. Raises ApiError for texts in another encoding
+    than UTF-8, and for a form that cannot be read to its end."""
     if not kind_of_form(request.headers.get("content-type"))[1]:
         raise ApiError(415, "unsupported_media_type", "send the form in UTF-8, without any other charset")
     parser = _Parser(request.headers, request.stream(), **most)
@@ -124,11 +121,8 @@ def check_once(names: Iterable[str]) -> None:
 
 
 async def values_of(form: FormData) -> dict[str, Any]:
-    """The values of a form, files as their bytes.
-
-    Raises:
-        ApiError: for a file in a field for text, and for a field that is given twice.
-    """
+    """The values of a form, files as their bytes. Raises ApiError for a file in a field for text, and for a field that
+    is given twice."""
     check_once(name for name, _ in form.multi_items())
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
@@ -145,11 +139,8 @@ async def values_of(form: FormData) -> dict[str, Any]:
 
 
 def reference_as(data: bytes, settings: Mapping[str, Any], conditionings: tuple[str, ...]) -> str:
-    """Return the field that `input_reference` means: the first frame for an image, else by the other fields.
-
-    Raises:
-        UserError: if that field is also given.
-    """
+    """Return the field that `input_reference` means: the first frame for an image, else by the other fields. Raises
+    UserError if that field is also given."""
     if data.startswith(IMAGE_HEADS):
         name = "image"
     elif settings.get("mask") or settings.get("instruction"):
@@ -194,11 +185,8 @@ class Uploads:
 
     @contextmanager
     def admitted(self, request: Request, key: Key) -> Iterator[None]:
-        """Context while a body is read, if the limits of this key allow its Content-Length.
-
-        Raises:
-            ApiError: if they do not, or the body is compressed; nothing of it was read then.
-        """
+        """Context while a body is read, if the limits of this key allow its Content-Length. Raises ApiError if they do
+        not, or the body is compressed; nothing of it was read then."""
         if coding := request.headers.get("content-encoding", "").strip().lower().removeprefix("identity"):
             raise ApiError(
                 415, "unsupported_media_type", f"send the body as it is, without Content-Encoding: {coding[:64]}"

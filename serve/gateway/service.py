@@ -113,11 +113,8 @@ class Gateway:
     """Everything behind the routes."""
 
     def __init__(self, settings: GatewaySettings, *, port: int = 0) -> None:
-        """Opens the store and the results; nothing runs before `start`.
-
-        Raises:
-            UserError: for a store or results that cannot be used, and for invalid options of signing or tracing.
-        """
+        """Opens the store and the results; nothing runs before `start`. Raises UserError for a store or results that
+        cannot be used, and for invalid options of signing or tracing."""
         self.settings = settings
         self.tracing = Tracing.of_environment("megadit-gateway")
         self.database = Database(settings.store)

@@ -32,11 +32,7 @@ class Turns:
 
     @asynccontextmanager
     async def of(self, key: str) -> AsyncIterator[None]:
-        """Context in which it is the turn of this key.
-
-        Raises:
-            ApiError: if too many of its tasks wait already.
-        """
+        """Context in which it is the turn of this key. Raises ApiError if too many of its tasks wait already."""
         if self._count[key] >= self._waiting:
             message = f"{self._waiting} requests of this key wait to be read"
             raise ApiError(429, "too_many_uploads", message, retry_after=2)

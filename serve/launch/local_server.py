@@ -76,9 +76,7 @@ class Ports:
         return cls(http=http, grpc=grpc, metrics=metrics)
 
     def check_free(self, host: str, names: Iterable[str] = tuple(PORT_FLAGS)) -> None:
-        """Raises:
-        UserError: if one of them is in use.
-        """
+        """Raises UserError if one of them is in use."""
         for name in names:
             check_free(host, getattr(self, name), PORT_FLAGS[name], name)
 
@@ -198,9 +196,7 @@ class LocalServer:
         return f"{reachable(self.host)}:{self.ports.grpc}"
 
     def __enter__(self) -> "LocalServer":
-        """Raises:
-        UserError: if a port is in use, or the server ends (with its last error) or is not ready in time.
-        """
+        """Raises UserError if a port is in use, or the server ends (with its last error) or is not ready in time."""
         self.process.__enter__()
         return self
 
@@ -328,11 +324,8 @@ def _short_folder() -> Path:
 
 
 def control_secret(path: Path | None, *, even_if_others_see_it: bool) -> str | None:
-    """The secret of a server that loads models at run time, from a file as `secret_in`; None without a file.
-
-    Raises:
-        UserError: as `secret_in`, and if other people use this machine, who could read it in the process list.
-    """
+    """The secret of a server that loads models at run time, from a file as `secret_in`; None without a file. Raises
+    UserError as `secret_in`, and if other people use this machine, who could read it in the process list."""
     if path is None:
         return None
     others = set()
@@ -350,11 +343,8 @@ def control_secret(path: Path | None, *, even_if_others_see_it: bool) -> str | N
 
 
 def secret_in(path: str | os.PathLike) -> str:
-    """The secret in a file; a missing file is created with a new secret, readable only by its owner.
-
-    Raises:
-        UserError: if the file cannot be read or written, or holds too short a text.
-    """
+    """The secret in a file; a missing file is created with a new secret, readable only by its owner. Raises UserError
+    if the file cannot be read or written, or holds too short a text."""
     try:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

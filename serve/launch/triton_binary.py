@@ -41,11 +41,8 @@ class TritonBinary:
 
 
 def find_triton() -> TritonBinary:
-    """The tritonserver on the PATH, else the one inside `nvidia-pytriton`.
-
-    Raises:
-        UserError: if there is neither, or the environment of the second cannot be made.
-    """
+    """The tritonserver on the PATH, else the one inside `nvidia-pytriton`. Raises UserError if there is neither, or the
+    environment of the second cannot be made."""
     vendors = shutil.which("tritonserver")
     if vendors:
         return TritonBinary(path=Path(vendors), environment=dict(os.environ))
@@ -65,11 +62,8 @@ def find_triton() -> TritonBinary:
 
 
 def prepare(home: Path) -> Path:
-    """The cached directory with `backends/` and `python/` (the environment with numpy 1); made if it is missing.
-
-    Raises:
-        UserError: if pip cannot install numpy 1.
-    """
+    """The cached directory with `backends/` and `python/` (the environment with numpy 1); made if it is missing. Raises
+    UserError if pip cannot install numpy 1."""
     recipe = "\n".join([NUMPY, sys.version, sys.prefix, str(home), *_package_folders()])
     directory = cache_folder() / f"triton-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if directory.is_dir():

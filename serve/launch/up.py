@@ -253,11 +253,8 @@ def noted(port: int) -> Iterator[Callable[[], None]]:
 
 
 def ask_to_renew(port: int) -> int:
-    """Makes the `serve up` at `port` renew, and waits for it; returns the exit code.
-
-    Raises:
-        UserError: if there is none, or it ends meanwhile.
-    """
+    """Makes the `serve up` at `port` renew, and waits for it; returns the exit code. Raises UserError if there is none,
+    or it ends meanwhile."""
     with _note(port) as file:
         before = _read_note(file, port)
         try:

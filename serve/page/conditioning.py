@@ -94,11 +94,7 @@ _QUIET = {"show_progress": "hidden"}
 
 
 def _painted(mask: dict[str, Any] | None) -> bytes:
-    """Mask as a png, white where it was painted.
-
-    Raises:
-        UserError: if nothing was painted.
-    """
+    """Mask as a png, white where it was painted. Raises UserError if nothing was painted."""
     layers = [layer for layer in (mask or {}).get("layers", ()) if layer is not None]
     if not any((layer[..., 3] >= DARKEST_WHITE).any() for layer in layers):
         raise UserError("paint the part to generate, or choose another use of the video")

@@ -83,11 +83,8 @@ def _client(options: PageOptions) -> AbstractContextManager[Client]:
 
 @contextmanager
 def service(url: str | None, bundle: str | None, students: Sequence[str] = ()) -> Iterator[VideoClient]:
-    """A client of the service at `url`; if that is None and none runs here, of a new one with `students`.
-
-    Raises:
-        UserError: if there is neither a service nor a bundle to start one on.
-    """
+    """A client of the service at `url`; if that is None and none runs here, of a new one with `students`. Raises
+    UserError if there is neither a service nor a bundle to start one on."""
     if bundle is None:
         try:
             yield VideoClient(url or "localhost")

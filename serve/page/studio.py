@@ -237,11 +237,8 @@ class Variant:
 
 
 def variants_of(client: VideoClient | GatewayClient) -> dict[str, Variant]:
-    """Name -> variant of a service, its own first; without students that a gateway does not serve.
-
-    Raises:
-        ServiceError: if the service does not respond.
-    """
+    """Name -> variant of a service, its own first; without students that a gateway does not serve. Raises ServiceError
+    if the service does not respond."""
     info = client.info()
     found = [_variant(client, info)]
     for other in map(client.with_model, info.students):

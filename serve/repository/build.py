@@ -124,11 +124,8 @@ def build_repository(
 
 
 def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bundle]:
-    """Students by the names of their models.
-
-    Raises:
-        UserError: for a bundle that is not a student, or two students with the same number of calls.
-    """
+    """Students by the names of their models. Raises UserError for a bundle that is not a student, or two students with
+    the same number of calls."""
     found: dict[str, Bundle] = {}
     for path in paths:
         student = open_bundle(path)

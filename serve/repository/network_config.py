@@ -55,11 +55,8 @@ _OUTPUT_DIMS: dict[str, Callable[[DiTConfig], tuple[int, ...]]] = {
 
 
 def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
-    """Adds a model for each exported network to `repository`; returns their names.
-
-    Raises:
-        UserError: if the bundle was not exported for `runtime`.
-    """
+    """Adds a model for each exported network to `repository`; returns their names. Raises UserError if the bundle was
+    not exported for `runtime`."""
     if runtime not in _PLATFORMS:
         raise UserError(f"runtime {runtime!r} has no networks that Triton serves by itself; use onnx or tensorrt")
     exported = open_exported(bundle, runtime)

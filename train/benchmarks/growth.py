@@ -119,11 +119,8 @@ def _slope(places: Sequence[float], values: Sequence[float]) -> float:
 
 
 def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
-    """Run the benchmark of this value; `file` stores its results.
-
-    Raises:
-        UserError: if the run failed, with its last words.
-    """
+    """Run the benchmark of this value; `file` stores its results. Raises UserError if the run failed, with its last
+    words."""
     ranks, overrides = axis.num_ranks(value), [*BASE, *axis.overrides(value)]
     command = python_module("megadit.train.benchmarks.train", "--recipe", RECIPE, "--warmup", "1")
     command += ["--steps", str(steps), "--json", str(file), *overrides] + (["--nproc", str(ranks)] if ranks > 1 else [])

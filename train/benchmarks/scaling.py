@@ -65,11 +65,8 @@ def devices_here() -> int:
 
 
 def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
-    """A row, from its file where that is there.
-
-    Raises:
-        UserError: if its run failed, with its last line; if the file has results of another run.
-    """
+    """A row, from its file where that is there. Raises UserError if its run failed, with its last line; if the file has
+    results of another run."""
     file = options.folder / f"ranks-{ranks}.json"
     if not file.is_file():
         if ranks > devices:
@@ -93,11 +90,8 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
 
 
 def overrides_of(options: ScalingOptions, ranks: int) -> list[str]:
-    """Overrides of a row: its global batch has `options.packs` micro-batches for each copy of the model.
-
-    Raises:
-        UserError: if the ranks cannot be divided among copies.
-    """
+    """Overrides of a row: its global batch has `options.packs` micro-batches for each copy of the model. Raises
+    UserError if the ranks cannot be divided among copies."""
     config = resolve_config(options.recipe, overrides=["data.mock=true", *options.overrides])
     copies = max(1, ranks // config.parallel.sizes.model_parallel_size)
     batch = f"data.global_batch_size={options.packs * copies * config.data.micro_batch_size}"
@@ -106,11 +100,7 @@ def overrides_of(options: ScalingOptions, ranks: int) -> list[str]:
 
 
 def rows_asked_for(text: str) -> list[int]:
-    """`4,1` is 1 and 4.
-
-    Raises:
-        UserError: for anything but numbers from 1.
-    """
+    """`4,1` is 1 and 4. Raises UserError for anything but numbers from 1."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(f"--ranks {text}: write numbers of ranks, such as 1,2,4,8")

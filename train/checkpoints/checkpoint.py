@@ -231,10 +231,7 @@ class CheckpointStore:
 
     def load(self, path: Path, tensors: TrainedTensors) -> tuple[RunState, SavedReaders]:
         """Restore the tensors of a checkpoint that `latest` found; return the state of the run and of all readers.
-
-        Raises:
-            UserError: if the checkpoint was written by a newer version, or with settings that cannot be changed.
-        """
+        Raises UserError if the checkpoint was written by a newer version, or with settings that cannot be changed."""
         description = read_state(path)
         try:
             self._check(path, description)

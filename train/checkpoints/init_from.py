@@ -65,22 +65,15 @@ class InitialWeights:
 
 def initial_weights(config: RunConfig) -> InitialWeights | None:
     """Initial weights of a run: those of `checkpoint.init_from`, or a student's teacher with its adapter; None for
-    random initialization.
-
-    Raises:
-        UserError: as `read_initial_weights`, and for an adapter that does not fit the run's.
-    """
+    random initialization. Raises UserError as `read_initial_weights`, and for an adapter that does not fit the
+    run's."""
     source = config.starting_weights
     return None if source is None else _with_teachers_adapter(config, read_initial_weights(config, source))
 
 
 def read_teacher(config: RunConfig) -> InitialWeights:
-    """The teacher of a student, with its adapter, if any.
-
-    Raises:
-        UserError: as `initial_weights`; if the teacher was not trained with the samples' conditioning; and for guidance
-            scales outside its range.
-    """
+    """The teacher of a student, with its adapter, if any. Raises UserError as `initial_weights`; if the teacher was not
+    trained with the samples' conditioning; and for guidance scales outside its range."""
     source = config.train.distill.teacher
     teacher = read_initial_weights(config, source)
     if config.data.conditioning and teacher.config.conditioning_sigma is None:
@@ -102,11 +95,8 @@ def check_scales(asked: tuple[float, float] | None, known: tuple[float, float] |
 
 
 def _with_teachers_adapter(config: RunConfig, initial: InitialWeights) -> InitialWeights:
-    """Add the adapter of a student's teacher, with which the adapters of student and critic start.
-
-    Raises:
-        UserError: if it belongs to other weights, or differs in shape from what the run trains.
-    """
+    """Add the adapter of a student's teacher, with which the adapters of student and critic start. Raises UserError if
+    it belongs to other weights, or differs in shape from what the run trains."""
     asked, source = config.train.adapter, config.train.distill and config.train.distill.teacher_adapter
     if source is None:
         return initial
@@ -128,11 +118,8 @@ def _with_teachers_adapter(config: RunConfig, initial: InitialWeights) -> Initia
 
 
 def read_initial_weights(config: RunConfig, source: str) -> InitialWeights:
-    """The network of a bundle, checkpoint or folder of a run, for a run with the same network.
-
-    Raises:
-        UserError: if `source` is neither, or has another network (another parameterization is allowed).
-    """
+    """The network of a bundle, checkpoint or folder of a run, for a run with the same network. Raises UserError if
+    `source` is neither, or has another network (another parameterization is allowed)."""
     if not is_bundle(source):
         checkpoint = find_checkpoint(Path(source))
         model = load_config(checkpoint / CONFIG).model

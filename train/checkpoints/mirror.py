@@ -83,11 +83,8 @@ class SecondCopy:
             print(f"no second copy of {name} at {self.url}: {error}", file=sys.stderr, flush=True)
 
     def fetch(self, name: str, root: Path, unfinished: Path) -> Path:
-        """Fetch the copy `name` to a directory in `root`, named `unfinished` until it is complete.
-
-        Raises:
-            UserError: if it cannot be read.
-        """
+        """Fetch the copy `name` to a directory in `root`, named `unfinished` until it is complete. Raises UserError if
+        it cannot be read."""
         print(f"fetching {name} from {self.url}", flush=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         source = str(self._root / name)

@@ -106,11 +106,8 @@ def main(options: BundleOptions) -> int:
 
 
 def chosen_checkpoints(options: BundleOptions) -> list[tuple[Path, Path]]:
-    """(checkpoint, path of its bundle) of the requested step, or of all steps that match a pattern.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """(checkpoint, path of its bundle) of the requested step, or of all steps that match a pattern. Raises UserError if
+    there is none."""
     step = options.step
     if step is None or not set(step) & set("*?["):
         return [(find_checkpoint(options.checkpoint, step), options.out)]
@@ -147,11 +144,8 @@ def _rewrite(options: BundleOptions) -> None:
 
 
 def find_checkpoint(path: Path, step: str | None = None) -> Path:
-    """Find the checkpoint of `path` (a checkpoint, or the folder of a run) and `step`.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """Find the checkpoint of `path` (a checkpoint, or the folder of a run) and `step`. Raises UserError if there is
+    none."""
     if is_complete(path):
         if step is not None:
             raise UserError(f"{path} is one checkpoint; give the folder of the run to choose with --step {step}")
@@ -195,11 +189,8 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
 def convert(
     checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Path | None = None, defaults: Sequence[str] = ()
 ) -> None:
-    """Write the bundle of a checkpoint, or its adapter if it has one; `defaults` as `changed_defaults`.
-
-    Raises:
-        UserError: if the data set does not exist, or `out` holds something else.
-    """
+    """Write the bundle of a checkpoint, or its adapter if it has one; `defaults` as `changed_defaults`. Raises
+    UserError if the data set does not exist, or `out` holds something else."""
     config = load_config(checkpoint / CONFIG)
     if config.train.adapter is not None:
         if defaults:

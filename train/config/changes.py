@@ -27,11 +27,8 @@ def read_optional(path: str | Path | None) -> DictConfig:
 
 
 def read_config_file(path: str | Path) -> DictConfig:
-    """The keys of a YAML or TOML file.
-
-    Raises:
-        UserError: if it cannot be read, or refers to anything outside of itself.
-    """
+    """The keys of a YAML or TOML file. Raises UserError if it cannot be read, or refers to anything outside of
+    itself."""
     if not Path(path).is_file():
         shipped = Path(__file__).parents[1] / "conf" / Path(path).name
         hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"
@@ -64,11 +61,8 @@ def read_config_file(path: str | Path) -> DictConfig:
 
 
 def parse_overrides(overrides: list[str]) -> DictConfig:
-    """The keys that `section.key=value` set.
-
-    Raises:
-        UserError: for one that is written otherwise, or that sets a section beside one of its keys.
-    """
+    """The keys that `section.key=value` set. Raises UserError for one that is written otherwise, or that sets a section
+    beside one of its keys."""
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:

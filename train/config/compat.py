@@ -175,11 +175,8 @@ STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 
 
 def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The same values under megadit's dotted keys; `known` are all of them.
-
-    Raises:
-        UserError: for a value that has no counterpart here, or two names of one key with different values.
-    """
+    """The same values under megadit's dotted keys; `known` are all of them. Raises UserError for a value that has no
+    counterpart here, or two names of one key with different values."""
     translated: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for theirs, key, value in _one_by_one(_without_recompute_method(values)):

@@ -119,11 +119,8 @@ class Run:
 
     @property
     def longest_mock(self) -> tuple[tuple[int, int, int], int]:
-        """(latent shape, tokens) of the mock sample with most tokens.
-
-        Raises:
-            UserError: if a side is not a multiple of the patch.
-        """
+        """(latent shape, tokens) of the mock sample with most tokens. Raises UserError if a side is not a multiple of
+        the patch."""
         tokens = {shape: math.prod(self.model.sample_grid(*shape)) for shape in self.data.mock_latent_shapes}
         return max(tokens.items(), key=lambda item: item[1])
 

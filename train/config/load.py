@@ -58,11 +58,8 @@ def resolve_config(
 
 
 def change(config: Config, *, config_file: str | Path | None = None, overrides: list[str] | None = None) -> Config:
-    """`config` (any configuration dataclass) < `config_file` < `overrides`, under the same rules as a run.
-
-    Raises:
-        UserError: as `resolve_config`.
-    """
+    """`config` (any configuration dataclass) < `config_file` < `overrides`, under the same rules as a run. Raises
+    UserError as `resolve_config`."""
     return _changed(config, read_optional(config_file), overrides or [])
 
 
@@ -96,11 +93,8 @@ def _concerned(values: dict[str, Any], updates: list[DictConfig]) -> dict[str, A
 
 
 def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` where `train.train_iters`, if set, replaces an earlier `train.max_epochs`.
-
-    Raises:
-        UserError: if both are set at once.
-    """
+    """`values` where `train.train_iters`, if set, replaces an earlier `train.max_epochs`. Raises UserError if both are
+    set at once."""
     train = values.get("train")
     if not isinstance(train, dict) or train.get("train_iters") is None:
         return values
@@ -110,11 +104,7 @@ def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_recipe(config_file: str | Path) -> str | None:
-    """Return the value of `recipe` in a YAML or TOML file.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
+    """Return the value of `recipe` in a YAML or TOML file. Raises UserError if it cannot be read."""
     return read_config_file(config_file).get("recipe")
 
 
@@ -146,20 +136,14 @@ def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_from_dict(values: dict[str, Any]) -> RunConfig:
-    """The inverse of `dataclasses.asdict`; tuples may be lists, and keys those of NeMo and DFM.
-
-    Raises:
-        UserError: for unknown or missing keys and values of the wrong type.
-    """
+    """The inverse of `dataclasses.asdict`; tuples may be lists, and keys those of NeMo and DFM. Raises UserError for
+    unknown or missing keys and values of the wrong type."""
     return _build(RunConfig, _in_our_names(values), path="", root=RunConfig)
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Reads a complete config.yaml, as `to_yaml` wrote it.
-
-    Raises:
-        UserError: if the file is missing, broken or incomplete.
-    """
+    """Reads a complete config.yaml, as `to_yaml` wrote it. Raises UserError if the file is missing, broken or
+    incomplete."""
     values = read_yaml(path)  # it may come from anybody: plain YAML, because OmegaConf would resolve ${oc.env:NAME}
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")

@@ -33,11 +33,8 @@ def check_config(config: Any) -> None:
 
 
 def check_layout(config: Any, world_size: int) -> int:
-    """The data-parallel size of a world of `world_size` ranks.
-
-    Raises:
-        UserError: if the ranks cannot be divided among model replicas, or the batch among the replicas.
-    """
+    """The data-parallel size of a world of `world_size` ranks. Raises UserError if the ranks cannot be divided among
+    model replicas, or the batch among the replicas."""
     run = Run(config=config, world_size=world_size)
     enforce(RULES, run)
     return run.data_parallel_size
@@ -53,11 +50,8 @@ def check_inputs(config: Any) -> None:
 
 
 def check_dataset(config: Any) -> Any:
-    """The `DatasetInfo` of a run, checked against its network without reading a sample.
-
-    Raises:
-        UserError: if there is no data set at `data.path`, or its latents or texts are not what the network expects.
-    """
+    """The `DatasetInfo` of a run, checked against its network without reading a sample. Raises UserError if there is no
+    data set at `data.path`, or its latents or texts are not what the network expects."""
     enforce(RULES, Run(config=config, reads_data=True))
     info = _read_dataset(config)
     enforce(RULES, Run(config=config, dataset=info))

@@ -86,11 +86,8 @@ class FollowingOptions:
 
 
 def following_demo(kind: type[Following], options: FollowingOptions, name: str, **more: Any) -> Following:
-    """The demo that the options of `megadit NAME` ask for, with `more` fields of its own.
-
-    Raises:
-        UserError: where the model that it starts from is not there.
-    """
+    """The demo that the options of `megadit NAME` ask for, with `more` fields of its own. Raises UserError where the
+    model that it starts from is not there."""
     check_base(options.bundle)
     return kind(
         out=options.out or Path("runs") / name,

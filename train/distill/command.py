@@ -208,11 +208,8 @@ def _distill(options: DistillOptions) -> None:
 
 
 def _embedding_range(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
-    """Range of guidance scales of guidance-distilled students, else None.
-
-    Raises:
-        UserError: for scales outside the range of a guidance-distilled teacher, or a single scale for it.
-    """
+    """Range of guidance scales of guidance-distilled students, else None. Raises UserError for scales outside the range
+    of a guidance-distilled teacher, or a single scale for it."""
     known = teacher.config.guidance_embedding_range
     refuse(
         options.guidance and known,
@@ -300,11 +297,8 @@ def _runs(
     sigmas: tuple[float, ...],
     guidance_embedding_range: tuple[float, float] | None,
 ) -> list[StageRun]:
-    """Build the run of each stage; `guidance_embedding_range`: range of scales of guidance-distilled students.
-
-    Raises:
-        UserError: for a stage that could not start; nothing has been trained then.
-    """
+    """Build the run of each stage; `guidance_embedding_range`: range of scales of guidance-distilled students. Raises
+    UserError for a stage that could not start; nothing has been trained then."""
     plain = resolve_config(recipe, config_file=options.config_file)
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
     of_adapter = [] if options.adapter_rank is None else [f"train.adapter.rank={options.adapter_rank}"]

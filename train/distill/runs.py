@@ -43,10 +43,7 @@ class RunOptions(Protocol):
 
 def open_trained(path: str, recipe: str | None) -> tuple[Bundle, str]:
     """The bundle with which the runs begin, and the recipe of their other settings: `recipe`, or the bundle's own.
-
-    Raises:
-        UserError: for a network that is not trained here, or a bundle that names no recipe.
-    """
+    Raises UserError for a network that is not trained here, or a bundle that names no recipe."""
     bundle = open_bundle(path)
     check_single(bundle)
     check_transformer(bundle, UNTRAINED)
@@ -59,11 +56,8 @@ def open_trained(path: str, recipe: str | None) -> tuple[Bundle, str]:
 def stage_run(
     folder: Path, recipe: str, overrides: Sequence[str], options: RunOptions, data: Path | None = None
 ) -> StageRun:
-    """A run in `folder`; `data` is a data set that may not be there yet, and is not looked at then.
-
-    Raises:
-        UserError: if it could not start.
-    """
+    """A run in `folder`; `data` is a data set that may not be there yet, and is not looked at then. Raises UserError if
+    it could not start."""
     source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
     ranks += ["--even_if_too_large"] if options.even_if_too_large else []

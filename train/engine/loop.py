@@ -75,10 +75,7 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
 @contextmanager
 def _sole_writer(config: RunConfig, groups: Groups) -> Iterator[Fence]:
     """Within the block the first rank holds the lock of the run's folder; yields the fence that ends a rank without it.
-
-    Raises:
-        UserError: if the folder is in use.
-    """
+    Raises UserError if the folder is in use."""
     lock, problem, is_first = FolderLock(config.train.output_dir, "trains"), [None], groups.is_first
     with ExitStack() as held:
         if is_first:
@@ -265,11 +262,8 @@ class _Run:
             self._report(self.state.untold, metrics, may_validate=True)
 
     def _get_over(self, anomaly: Anomaly, metrics: Metrics) -> bool:
-        """React to an anomaly as `health.*` says; return whether the step counts, without its update.
-
-        Raises:
-            UserError: if the reaction is to stop, or there have been too many anomalies.
-        """
+        """React to an anomaly as `health.*` says; return whether the step counts, without its update. Raises UserError
+        if the reaction is to stop, or there have been too many anomalies."""
         self.num_anomalies += not anomaly.is_usual
         metrics.event(anomaly.record(self.state.iteration))
         if anomaly.remedy == "stop" or self.num_anomalies > self.config.health.max_anomalies:

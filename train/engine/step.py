@@ -134,11 +134,8 @@ def _loss_of(
 
 
 def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -> float | None:
-    """Update the critic on the student's current samples for the same conditioning; return its last loss.
-
-    Raises:
-        UserError: if loss or gradient is not finite.
-    """
+    """Update the critic on the student's current samples for the same conditioning; return its last loss. Raises
+    UserError if loss or gradient is not finite."""
     critic, student = training.critic, training.parts[0]
     if critic is None:
         return None

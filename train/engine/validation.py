@@ -227,11 +227,8 @@ def _extractors(paths: tuple[str, ...], device: torch.device) -> list[Extractor]
 
 
 def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[GeneratedVideo]:
-    """A video for each (seed, prompt) of this rank.
-
-    Raises:
-        UserError: if videos of this size cannot be generated, or have non-finite values.
-    """
+    """A video for each (seed, prompt) of this rank. Raises UserError if videos of this size cannot be generated, or
+    have non-finite values."""
     if not prompts:
         return []
     texts = [prompt for _, prompt in prompts]

@@ -55,10 +55,7 @@ class MetricsFile:
 
     def read(self) -> list[dict]:
         """Return the records of all steps so far; only new lines are read, and an incomplete last line is ignored.
-
-        Raises:
-            UserError: if the file is missing.
-        """
+        Raises UserError if the file is missing."""
         if not self._path.is_file():
             raise UserError(f"{self._path} does not exist; is its folder that of a training run?")
         with self._path.open("rb") as file:

@@ -213,11 +213,8 @@ def propose(seen: FolderSummary, machine: Machine, *, data: str, out: str, minut
 
 
 def choose_sizes(seen: Sequence[Seen], scale: Scale) -> tuple[tuple[int, int], ...]:
-    """(height, width) of a bucket for each common shape, as large as the scale allows and most sources fill.
-
-    Raises:
-        UserError: for sources smaller than one token.
-    """
+    """(height, width) of a bucket for each common shape, as large as the scale allows and most sources fill. Raises
+    UserError for sources smaller than one token."""
     shapes = Counter(_shape(one, SHAPES) for one in seen)
     common = [shape for shape, count in shapes.items() if count >= COMMON * len(seen)] or [shapes.most_common(1)[0][0]]
     sizes = set()
@@ -252,11 +249,7 @@ def _size(side: int, shape: float, scale: Scale) -> tuple[int, int]:
 
 def choose_length(seen: Sequence[Seen], scale: Scale) -> tuple[int, float]:
     """(frames, frames per second) of clips: the longest that most videos have at the scale's rate, else at a higher one
-    up to their own.
-
-    Raises:
-        UserError: for videos of fewer frames than the shortest clip.
-    """
+    up to their own. Raises UserError for videos of fewer frames than the shortest clip."""
     own_rate = statistics.median(one.fps for one in seen)
     for fps in sorted({min(rate, own_rate) for rate in (scale.fps, *USUAL_RATES, own_rate)}):
         available = [int(one.frames * min(fps, one.fps) / one.fps) for one in seen]

@@ -106,11 +106,8 @@ def this_machines_memory(ranks: int) -> float:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`, or the only one whose name begins with it ("h200").
-
-    Raises:
-        UserError: for a name that is not in the table, with the nearest that is.
-    """
+    """The GPU called `name`, or the only one whose name begins with it ("h200"). Raises UserError for a name that is
+    not in the table, with the nearest that is."""
     alike = [known for known in GPUS if known.startswith(f"{name}-")]
     name = alike[0] if len(alike) == 1 else name
     return GPUS[choose_one(name, GPUS, f"--gpu {name} is unknown")]

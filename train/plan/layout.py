@@ -36,11 +36,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, gpus: int) -> "Layout":
-        """The layout of a run on `gpus` ranks.
-
-        Raises:
-            UserError: if there is none.
-        """
+        """The layout of a run on `gpus` ranks. Raises UserError if there is none."""
         check_layout(config, gpus)
         sizes = config.parallel.sizes
         return cls(
@@ -138,11 +134,7 @@ _SIZES = (
 def with_layout(
     config: RunConfig, sizes: ParallelSizes, *, data_parallel: str, recompute: str, micro: int
 ) -> RunConfig:
-    """`config` in another layout.
-
-    Raises:
-        UserError: if the configuration does not support the layout.
-    """
+    """`config` in another layout. Raises UserError if the configuration does not support the layout."""
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=sizes.tensor,

@@ -27,11 +27,8 @@ NUM_SHOWN = 12
 
 def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
     """Lines with groups, parameters, memory, flops, traffic and warnings of a run. Memory is compared with that of
-    `gpu`, or of this machine.
-
-    Raises:
-        UserError: if the run does not fit into the memory of `gpu`, or its data set cannot be used.
-    """
+    `gpu`, or of this machine. Raises UserError if the run does not fit into the memory of `gpu`, or its data set cannot
+    be used."""
     info = _dataset(config)
     config = with_shapes_of(info, config)
     decided = config if gpu is None else with_recompute(config, gpus, gpu.memory)
@@ -59,11 +56,7 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
 
 
 def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
-    """Print the best layouts, and compare the first with others.
-
-    Raises:
-        UserError: if no layout fits.
-    """
+    """Print the best layouts, and compare the first with others. Raises UserError if no layout fits."""
     config = with_shapes_of(_dataset(config), config)
     choices = rank_layouts(config, gpus, gpu)
     if not choices:
@@ -87,11 +80,8 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
 
 
 def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
-    """Print the time budget of a step in the configured layout, by operation.
-
-    Raises:
-        UserError: if the layout is not possible on `gpus` GPUs.
-    """
+    """Print the time budget of a step in the configured layout, by operation. Raises UserError if the layout is not
+    possible on `gpus` GPUs."""
     decided = with_recompute(with_shapes_of(_dataset(config), config), gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
     parts = budget(decided, layout, gpu)

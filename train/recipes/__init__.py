@@ -17,9 +17,5 @@ for _file in iter_modules(__path__):  # they register themselves
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The configuration of a recipe.
-
-    Raises:
-        UserError: for an unknown name, with the nearest known one.
-    """
+    """The configuration of a recipe. Raises UserError for an unknown name, with the nearest known one."""
     return RECIPES[choose_one(name, sorted(RECIPES), f"unknown recipe {name!r}")]()

@@ -25,10 +25,7 @@ def recipe(function: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
 
 def variant(config: Config, **changes: Any) -> Config:
     """The configuration with other values; those of a section in a mapping: `variant(digits(), data={"mock": True})`.
-
-    Raises:
-        TypeError: for an unknown field.
-    """
+    Raises TypeError for an unknown field."""
     nested = {
         name: variant(getattr(config, name), **value) for name, value in changes.items() if isinstance(value, Mapping)
     }

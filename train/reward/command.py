@@ -264,11 +264,7 @@ def _make_rollouts(
 
 
 def _training_run(options: RewardOptions, base: Bundle, recipe: str, policy: Policy, folder: Path) -> StageRun:
-    """The training run of a round, which begins with the policy's weights.
-
-    Raises:
-        UserError: if it could not start.
-    """
+    """The training run of a round, which begins with the policy's weights. Raises UserError if it could not start."""
     plain = resolve_config(recipe, config_file=options.config_file)
     adapter = []
     if options.adapter_rank is not None:

@@ -37,11 +37,8 @@ _Readable.add_representer(
 
 
 def manifests(chain: ChainConfig, exclude: tuple[str, ...] = ()) -> dict[str, str]:
-    """File name -> text: a YAML file for each stage, and run.sh. No pod is put on the nodes of `exclude`.
-
-    Raises:
-        UserError: for a chain without a container, or with names that Kubernetes cannot tell apart.
-    """
+    """File name -> text: a YAML file for each stage, and run.sh. No pod is put on the nodes of `exclude`. Raises
+    UserError for a chain without a container, or with names that Kubernetes cannot tell apart."""
     if chain.cluster.container.image is None:
         raise UserError("--kubernetes needs cluster.container.image: a Job runs in nothing else")
     for name in (chain.name, *chain.stages):
@@ -62,11 +59,8 @@ def manifests(chain: ChainConfig, exclude: tuple[str, ...] = ()) -> dict[str, st
 
 
 def job_name(chain: ChainConfig, stage: str) -> str:
-    """Name of a stage in Kubernetes: small letters, digits and dashes, a letter first (as Services require).
-
-    Raises:
-        UserError: if that is too long.
-    """
+    """Name of a stage in Kubernetes: small letters, digits and dashes, a letter first (as Services require). Raises
+    UserError if that is too long."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{chain.name}-{stage}".lower()).strip("-")
     name = name if name[0].isalpha() else f"chain-{name}"
     if len(name) > LONGEST_NAME:
@@ -156,11 +150,8 @@ def _pod(chain: ChainConfig, stage: StageConfig, job: str, exclude: tuple[str, .
 
 
 def _volumes(mounts: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Volumes and where they are seen: a path is the node's, another word names a PersistentVolumeClaim.
-
-    Raises:
-        UserError: for what is neither.
-    """
+    """Volumes and where they are seen: a path is the node's, another word names a PersistentVolumeClaim. Raises
+    UserError for what is neither."""
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]  # 64 MiB otherwise
     seen: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(mounts):

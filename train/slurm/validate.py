@@ -26,11 +26,8 @@ class Fault:
 
 
 def faults_of(results: Path) -> list[Fault]:
-    """Faults of the nodes in a folder of results; a node may have several.
-
-    Raises:
-        UserError: if it is not such a folder.
-    """
+    """Faults of the nodes in a folder of results; a node may have several. Raises UserError if it is not such a
+    folder."""
     listed = results / "nodes"
     if not listed.is_file():
         raise UserError(f"{results} holds no results of nodes (`nodes` is missing)")

@@ -45,11 +45,8 @@ KINDS: dict[str, Row] = {
 
 
 def open_extractors(path: Path, device: torch.device) -> list[Extractor]:
-    """Open the extractors of a file or folder of weights.
-
-    Raises:
-        UserError: if the path holds no extractor, or its tensors do not fit the network.
-    """
+    """Open the extractors of a file or folder of weights. Raises UserError if the path holds no extractor, or its
+    tensors do not fit the network."""
     if (path / MANIFEST_FILE).is_file():
         return [open_bundle_extractor(path, device)]
     if path.is_dir():

@@ -22,11 +22,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_published(folder: Path, device: torch.device) -> list[Extractor]:
-    """The extractor of a folder.
-
-    Raises:
-        UserError: if the model is not supported, or transformers is not installed.
-    """
+    """The extractor of a folder. Raises UserError if the model is not supported, or transformers is not installed."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: give the folder of CLIP or VideoMAE as transformers saves it")
     config = read_json(folder / "config.json")

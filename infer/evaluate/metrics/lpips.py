@@ -40,11 +40,7 @@ class LPIPS(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> "LPIPS":
-        """Reads the two files of a folder.
-
-        Raises:
-            UserError: if one is missing, or holds other weights.
-        """
+        """Reads the two files of a folder. Raises UserError if one is missing, or holds other weights."""
         network = cls().eval()
         backbone = load_pickled(_only(Path(folder), "alexnet*.pth"))
         heads = load_pickled(_only(Path(folder), "alex.pth"))

@@ -33,11 +33,8 @@ class ProgramScorer:
 
     @classmethod
     def open(cls, directory: str | Path) -> "ProgramScorer":
-        """Open the program in a folder.
-
-        Raises:
-            UserError: if there is none, it fails, or does not say which of its scores are better.
-        """
+        """Open the program in a folder. Raises UserError if there is none, it fails, or does not say which of its
+        scores are better."""
         path, scorer = find_scorer(directory), Scorer.load(directory)
         if not _says_what_is_better(scorer.better):
             raise UserError(

@@ -78,11 +78,7 @@ def _rounded(value: float) -> float:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report.json, or that of a folder.
-
-    Raises:
-        UserError: if it is not a report.
-    """
+    """Read a report.json, or that of a folder. Raises UserError if it is not a report."""
     file = path / REPORT_FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file} does not exist; give an OUT of `megadit evaluate BUNDLE --real DATA --out OUT`")
@@ -94,11 +90,8 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics of several reports in one list, those of one metric and extractor next to each other.
-
-    Raises:
-        UserError: if their protocols differ.
-    """
+    """Metrics of several reports in one list, those of one metric and extractor next to each other. Raises UserError if
+    their protocols differ."""
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for report in reports:
         for metric_value in report["metrics"]:

@@ -28,11 +28,8 @@ BACKLOG = 128
 
 
 def most_connections(most: int, *, slots: int) -> int:
-    """Number of connections, at most `most`, that the limit of open files allows in addition to `slots` jobs.
-
-    Raises:
-        UserError: if there are too few.
-    """
+    """Number of connections, at most `most`, that the limit of open files allows in addition to `slots` jobs. Raises
+    UserError if there are too few."""
     limit = raise_descriptor_limit()
     per_kind = (limit - _OF_OURS - slots * _OF_A_SLOT) // 2  # one that fetches a video holds its file open, too
     if per_kind < _FEWEST:

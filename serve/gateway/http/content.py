@@ -48,11 +48,7 @@ class Asked:
 
 
 def content_of(results: Results, job: Job, asked: Asked = Asked()) -> Response:
-    """The response with the video.
-
-    Raises:
-        ApiError: if there is no video.
-    """
+    """The response with the video. Raises ApiError if there is no video."""
     content = _Content(
         file=open_video(results, job),
         name=f"{job.id}{SUFFIXES[job.media_type]}",
@@ -64,11 +60,8 @@ def content_of(results: Results, job: Job, asked: Asked = Asked()) -> Response:
 
 
 def picture_content_of(results: Results, job: Job, variant: str, asked: Asked, *, mark: Marker | None) -> Response:
-    """The response with one of the `VARIANTS` of a video, which `mark` signs.
-
-    Raises:
-        ApiError: if there is no video, or it cannot be decoded.
-    """
+    """The response with one of the `VARIANTS` of a video, which `mark` signs. Raises ApiError if there is no video, or
+    it cannot be decoded."""
     data, about = read_video(results, job), VARIANTS[variant]
     try:
         picture = picture_of(data, job.media_type, about)
@@ -129,11 +122,7 @@ def asked_range(asked: str | None, size: int) -> range | None:
 
 
 def open_video(results: Results, job: Job) -> IO[bytes]:
-    """Open the video, so that its removal does not break the response.
-
-    Raises:
-        ApiError: if there is no video.
-    """
+    """Open the video, so that its removal does not break the response. Raises ApiError if there is no video."""
     if job.status != COMPLETED:
         raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
     if job.num_bytes is None:
@@ -146,11 +135,7 @@ def open_video(results: Results, job: Job) -> IO[bytes]:
 
 
 def read_video(results: Results, job: Job) -> bytes:
-    """The whole video.
-
-    Raises:
-        ApiError: as `open_video`.
-    """
+    """The whole video. Raises ApiError as `open_video`."""
     with open_video(results, job) as file, _storage_errors(job):
         return file.read()
 

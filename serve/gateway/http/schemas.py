@@ -57,11 +57,8 @@ class ScaledAdapter(BaseModel):
 
 
 def few_values(text: str | bytes) -> Any:
-    """Parse a JSON text of a limited number of values: validating a hundred thousand would block other requests.
-
-    Raises:
-        ValueError: for too many values, a name that an object has twice, and for invalid JSON.
-    """
+    """Parse a JSON text of a limited number of values: validating a hundred thousand would block other requests. Raises
+    ValueError for too many values, a name that an object has twice, and for invalid JSON."""
     text = (text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8)
     value = from_json(text, allow_inf_nan=False)
     waiting, count, names = [value], 0, 0
@@ -127,11 +124,8 @@ class _VideoBody(BaseModel):
         return body
 
     def request(self, info: ServiceInfo) -> VideoRequest:
-        """The request of this body; fields left out are None.
-
-        Raises:
-            InvalidRequestError: if the settings contradict each other.
-        """
+        """The request of this body; fields left out are None. Raises InvalidRequestError if the settings contradict
+        each other."""
         values = {
             name: getattr(self, name) for name in ("seed", "preview_every", "evaluate", *_SETTINGS, *_CONDITIONING)
         }

@@ -59,23 +59,17 @@ class Streams:
         return await to_thread.run_sync(function, *arguments, limiter=self._looks)
 
     def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
-        """Open a stream, which counts until its response has ended.
-
-        Raises:
-            ApiError: if this key has too many streams.
-        """
+        """Open a stream, which counts until its response has ended. Raises ApiError if this key has too many
+        streams."""
         self._begin(key)
         return _Stream(
             self._events(key, video_id), on_end=lambda: self._end(key), headers=headers, media_type="text/event-stream"
         )
 
     async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:
-        """Wait for a job's end; None if it was deleted. The request counts as a stream.
-
-        Raises:
-            ApiError: if this key has too many streams, or the gateway ends before the video is started.
-            ClientDisconnect: if the client disconnects.
-        """
+        """Wait for a job's end; None if it was deleted. The request counts as a stream. Raises ApiError if this key has
+        too many streams, or the gateway ends before the video is started; ClientDisconnect if the client
+        disconnects."""
         self._begin(key)
         try:
             while True:

@@ -71,9 +71,7 @@ class Server:
         return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
     def client(self, model: str) -> VideoClient:
-        """Raises:
-        UnavailableError: if there is no response.
-        """
+        """Raises UnavailableError if there is no response."""
         if model not in self._clients:
             self._clients[model] = VideoClient(self.url, model=model)
         return self._clients[model]
@@ -105,9 +103,7 @@ class Servers:
 
     @classmethod
     def of(cls, urls: tuple[str, ...], models: tuple[str, ...], *, slots: int) -> "Servers":
-        """Raises:
-        UserError: for an invalid address, and for HTTP, over which a hanging request cannot be cancelled.
-        """
+        """Raises UserError for an invalid address, and for HTTP, over which a hanging request cannot be cancelled."""
         for url in urls:
             if check_address(url).scheme not in ("", "grpc", "unix"):
                 raise UserError(f"{url!r} is an HTTP address; a gateway needs gRPC: grpc://HOST:PORT")

@@ -36,10 +36,7 @@ class Heart:
 
     def claim(self) -> None:
         """Takes the name, and starts the heartbeat; if the name is known, waits for beats of another gateway first.
-
-        Raises:
-            UserError: if another gateway with this name is running.
-        """
+        Raises UserError if another gateway with this name is running."""
         before = self._beats()
         for _ in range(0 if before is None else 20):  # looks, not a deadline: this process may be paused, too
             time.sleep(SECONDS_TO_CLAIM / 20)

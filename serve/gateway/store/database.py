@@ -138,11 +138,8 @@ class Database:
     """An open store: `reading` and `writing` give a connection inside one transaction."""
 
     def __init__(self, url: str) -> None:
-        """Opens or creates the store.
-
-        Raises:
-            UserError: for an invalid URL, a database that does not respond, and a store of a newer megadit.
-        """
+        """Opens or creates the store. Raises UserError for an invalid URL, a database that does not respond, and a
+        store of a newer megadit."""
         self._engine = _engine(url)
         self._reader = self._engine.execution_options(read_only=True)
         try:

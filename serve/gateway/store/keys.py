@@ -68,11 +68,8 @@ class KeyRing:
         self._database = database
 
     def add(self, name: str, *, limits: KeyLimits | None = None, webhook_url: str | None = None) -> tuple[str, Key]:
-        """Create a key; returns its text, which is not stored, and its record.
-
-        Raises:
-            UserError: for a webhook that is not an http or https address.
-        """
+        """Create a key; returns its text, which is not stored, and its record. Raises UserError for a webhook that is
+        not an http or https address."""
         if webhook_url is not None and not _is_webhook(webhook_url):
             raise UserError(f"{webhook_url!r} is not an address for a webhook; give https://HOST/PATH")
         key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
@@ -100,11 +97,8 @@ class KeyRing:
         return f"mdk_{key_id}_{secret}", key
 
     def revoke(self, key_id: str) -> None:
-        """Revokes a key: its jobs fail, on any gateway, and their streams end.
-
-        Raises:
-            UserError: if there is no such key.
-        """
+        """Revokes a key: its jobs fail, on any gateway, and their streams end. Raises UserError if there is no such
+        key."""
         with self._database.writing() as connection:
             changed = connection.execute(update(KEYS).where(KEYS.c.id == key_id).values(revoked_at=time.time()))
             if not changed.rowcount:

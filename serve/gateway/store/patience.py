@@ -41,11 +41,7 @@ def patient() -> Iterator[None]:
 
 
 def seconds_left(most: float) -> float:
-    """Seconds that the next transaction may wait, at most `most`.
-
-    Raises:
-        TimeoutError: if no time is left.
-    """
+    """Seconds that the next transaction may wait, at most `most`. Raises TimeoutError if no time is left."""
     patience = _PATIENCE.get()
     if patience is None:
         return most
@@ -62,11 +58,8 @@ def seconds_to_answer(most: float) -> float:
 
 @contextmanager
 def spending() -> Iterator[None]:
-    """Charge the time of the block, including waits, to the deadline of its request.
-
-    Raises:
-        TimeoutError: if no time is left.
-    """
+    """Charge the time of the block, including waits, to the deadline of its request. Raises TimeoutError if no time is
+    left."""
     seconds_left(0)
     patience = _PATIENCE.get()
     if patience is None or patience.since is not None:  # another thread of the request counts already

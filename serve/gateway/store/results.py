@@ -31,9 +31,7 @@ class Results:
     """The stored videos."""
 
     def __init__(self, url: str) -> None:
-        """Raises:
-        UserError: for a storage that cannot be used.
-        """
+        """Raises UserError for a storage that cannot be used."""
         check_no_secret(url, "results")
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
@@ -67,11 +65,8 @@ class Results:
             )
 
     def put(self, job_id: str, data: bytes, media_type: str) -> Result:
-        """Stores a video atomically, under a unique name.
-
-        Raises:
-            OSError: if there is no free space, or the storage does not respond.
-        """
+        """Stores a video atomically, under a unique name. Raises OSError if there is no free space, or the storage does
+        not respond."""
         return self._put(job_id, data, media_type, SUFFIXES[media_type])
 
     def put_conditioning(self, job_id: str, data: bytes) -> Result:

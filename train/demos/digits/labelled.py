@@ -71,11 +71,7 @@ class Images:
 
 
 def prepare_images(images: Images, out: Path, *, num_images: int = NUM_IMAGES, seed: int = 0) -> DatasetInfo:
-    """Writes them.
-
-    Raises:
-        UserError: for a count that is not positive.
-    """
+    """Writes them. Raises UserError for a count that is not positive."""
     if num_images < 1:
         raise UserError(f"num_images={num_images} must be at least 1")
     start = time.monotonic()

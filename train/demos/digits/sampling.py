@@ -145,11 +145,8 @@ def draw(path: Path, result: dict[str, list[dict[str, float]]]) -> None:
 
 
 def load_bench(demo: Path, count: int) -> Bench:
-    """The bundle, the classifier and `count` scored captions, spread over all of them.
-
-    Raises:
-        UserError: if `demo` is not what `make demo` leaves.
-    """
+    """The bundle, the classifier and `count` scored captions, spread over all of them. Raises UserError if `demo` is
+    not what `make demo` leaves."""
     weights = demo / classifier.FILE
     if not weights.exists():
         raise UserError(
