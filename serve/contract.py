@@ -165,9 +165,8 @@ class VideoRequest(_PartialSettings):
         for keyframe in sent["keyframe"] or ():
             split_keyframe(keyframe)
         check_combination(sent, self.prompt, conditionings)
-        size = sum(
-            len(file) for value in self.media().values() for file in ((value,) if isinstance(value, bytes) else value)
-        )
+        files = ((value,) if isinstance(value, bytes) else value for value in self.media().values())
+        size = sum(len(file) for several in files for file in several)
         if size > limits.max_media_bytes:
             raise UserError(f"the files have {size:,} bytes; this service takes {limits.max_media_bytes:,}")
 

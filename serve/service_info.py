@@ -112,9 +112,8 @@ def work_with(adapter_share: float) -> float:
 def calls_of(defaults: Mapping[str, Any], *, has_guidance_embedding: bool) -> int | None:
     """Network calls of a student for a video, by its sampling defaults: its own sigmas, without guidance or
     guidance-distilled; None if it is not a student."""
-    return (
-        defaults["num_steps"] if defaults["sigmas"] and (has_guidance_embedding or defaults["guidance"] == 1) else None
-    )
+    is_student = defaults["sigmas"] and (has_guidance_embedding or defaults["guidance"] == 1)
+    return defaults["num_steps"] if is_student else None
 
 
 def calls_in_words(calls: int) -> str:

@@ -122,14 +122,6 @@ class Child:
             pass  # no process of the group is left
 
 
-def _nothing() -> None:
-    pass
-
-
-def _see_its_output() -> str:
-    return "see its output"
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class OwnedProcess:
     """A context manager that owns one server process: starts, watches and stops it; may be entered repeatedly.
@@ -156,11 +148,11 @@ class OwnedProcess:
     """Its current folder (None: that of this process)."""
     log: Path | None = None
     """File for its output (None: the output of this process)."""
-    prepare: Callable[[], object] = _nothing
+    prepare: Callable[[], object] = lambda: None
     """Called before every start."""
-    clean_up: Callable[[], object] = _nothing
+    clean_up: Callable[[], object] = lambda: None
     """Called after every end."""
-    complaint: Callable[[], str] = _see_its_output
+    complaint: Callable[[], str] = lambda: "see its output"
     """Returns why it did not start, from its output."""
     _child: Child | None = field(default=None, init=False)
 

@@ -174,9 +174,8 @@ def _check(environment: Mapping[str, str]) -> None:
     """Raises UserError for invalid variables, without quoting values: an address may hold a password."""
     name = next(name for name in _ENDPOINTS if environment.get(name, "").strip())
     try:
-        is_address = urlsplit(environment[name]).scheme in ("http", "https") and bool(
-            urlsplit(environment[name]).hostname
-        )
+        parts = urlsplit(environment[name])
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:
         is_address = False
     if not is_address:

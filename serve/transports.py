@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import grpc
@@ -55,25 +55,6 @@ _KINDS = {
 _NUMPY_TYPES = {"TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32, "TYPE_BOOL": np.bool_}
 
 
-class Transport(Protocol):
-    url: str
-
-    def is_ready(self, model: str) -> bool: ...
-
-    def config(self, model: str) -> dict[str, Any]: ...
-
-    def events(
-        self,
-        model: str,
-        inputs: dict[str, Any],
-        *,
-        timeout: float | None,
-        priority: int,
-        traceparent: str | None,
-        cancelled: threading.Event,
-    ) -> Iterator[Event]: ...
-
-
 def check_address(url: str) -> SplitResult:
     """Parse a service's address. Raises UserError if it is invalid."""
     try:
@@ -90,7 +71,7 @@ def check_address(url: str) -> SplitResult:
     return parts
 
 
-def connect(url: str) -> Transport:
+def connect(url: str) -> "_Grpc | _Http":
     parts = check_address(url)
     if parts.scheme == "unix":
         return _Grpc(f"unix:{parts.path}")

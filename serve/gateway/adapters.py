@@ -175,15 +175,9 @@ class Adapters:
 
     def _check_file(self, path: Path, info: AdapterInfo) -> None:
         asked = {"network": info.network, "base": info.base, "slots": info.slots, "max_rank": info.max_rank}
-        question = json.dumps(asked)
+        command, settings = python_module(_CHECK, str(path)), {"text": True, "timeout": _SECONDS_TO_CHECK}
         try:
-            checked = subprocess.run(
-                python_module(_CHECK, str(path)),
-                input=question,
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS_TO_CHECK,
-            )
+            checked = subprocess.run(command, input=json.dumps(asked), capture_output=True, **settings)
             problem = json.loads(checked.stdout)["error"]
         except (subprocess.TimeoutExpired, json.JSONDecodeError):
             problem = "the file cannot be read: its reader crashed or took too long"

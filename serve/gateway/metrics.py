@@ -3,6 +3,7 @@
 import platform
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -29,41 +30,30 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "megadit_http_requests", "answered requests", ["method", "route", "status"], registry=self.registry
-        )
-        self.request_seconds = Histogram(
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        self.requests = counter("megadit_http_requests", "answered requests", ["method", "route", "status"])
+        self.request_seconds = histogram(
             "megadit_http_request_seconds",
             "seconds from a request to the end of its answer (of /events, while its client reads)",
             ["method", "route"],
-            buckets=_SECONDS,
-            registry=self.registry,
         )
         Info("megadit_build", "what runs", registry=self.registry).info(
             {"version": version("megadit"), "python": platform.python_version()}
         )
-        self.videos = Counter(
-            "megadit_videos", "videos that ended", ["key", "model", "outcome"], registry=self.registry
+        self.videos = counter("megadit_videos", "videos that ended", ["key", "model", "outcome"])
+        self.errors = counter("megadit_video_errors", "videos that failed", ["key", "code"])
+        self.interruptions = counter(
+            "megadit_interruptions", "runs that their server or gateway did not finish", ["server"]
         )
-        self.errors = Counter("megadit_video_errors", "videos that failed", ["key", "code"], registry=self.registry)
-        self.interruptions = Counter(
-            "megadit_interruptions",
-            "runs that their server or gateway did not finish",
-            ["server"],
-            registry=self.registry,
-        )
-        self.refusals = Counter("megadit_refusals", "requests over a limit", ["key", "code"], registry=self.registry)
-        self.stages = Histogram(
+        self.refusals = counter("megadit_refusals", "requests over a limit", ["key", "code"])
+        self.stages = histogram(
             "megadit_stage_seconds",
             "seconds that a video spends in the queue, at Triton, and being stored",
             ["stage", "key"],
-            buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.webhooks = Counter("megadit_webhooks", "webhooks sent", ["outcome"], registry=self.registry)
-        self.webhook_attempts = Counter(
-            "megadit_webhook_attempts", "calls of webhooks", ["result"], registry=self.registry
-        )
+        self.webhooks = counter("megadit_webhooks", "webhooks sent", ["outcome"])
+        self.webhook_attempts = counter("megadit_webhook_attempts", "calls of webhooks", ["result"])
         self.streams = Gauge("megadit_open_streams", "progress streams being read", registry=self.registry)
 
     def watch(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:

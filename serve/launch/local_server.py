@@ -155,9 +155,8 @@ class LocalServer:
         self.host = host
         self.ports = ports or Ports.free()
         self._opened = ("metrics",) if is_private else tuple(PORT_FLAGS)
-        self.ports.check_free(
-            host, self._opened
-        )  # before Triton's environment is prepared, which takes a while the first time
+        # before Triton's environment is prepared, which takes a while the first time
+        self.ports.check_free(host, self._opened)
         for name in models:
             if name != "*" and not (self.repository / name).is_dir():
                 have = ", ".join(sorted(folder.name for folder in self.repository.iterdir()))
@@ -305,15 +304,9 @@ class LocalServer:
             return "see its output above"
         lines = self._log.read_text(errors="replace").splitlines()
         # the error of a model is the cause, later errors of the server are consequences
-        for sign in ("Poll failed", "failed to load '", "error: "):
-            complaints = [line for line in lines if sign in line]
-            if complaints:
-                break
-        message = (
-            complaints[0].partition("\\n\\nAt:")[0].partition("] ")[2] or complaints[0]
-            if complaints
-            else "it said nothing useful"
-        )
+        signs = ("Poll failed", "failed to load '", "error: ")
+        complaint = next((line for sign in signs for line in lines if sign in line), "it said nothing useful")
+        message = complaint.partition("\\n\\nAt:")[0].partition("] ")[2] or complaint
         return f"{message.strip()[:500]} (all of it: {self._log})"
 
 

@@ -71,7 +71,7 @@ def main(options: RunOptions) -> int:
         check_memory(options.repository, models)
     secret = control_secret(options.control_secret, even_if_others_see_it=options.even_if_others_see_it)
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return keep_running(server.process, report=print_on_stderr)
     except KeyboardInterrupt:
@@ -116,7 +116,3 @@ def _others(repository: Path) -> list[str]:
     configs = [config.read_text(encoding="utf-8") for config in sorted(repository.glob("*/config.pbtxt"))]
     found = (parameter_in(config, key) for config in configs for key in PATHS)
     return [path for path in dict.fromkeys(found) if path]
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -22,25 +22,15 @@ class ConditioningInputs:
     def __init__(self, studio: Studio) -> None:
         self._studio, conditionings = studio, studio.info.conditionings
         actions = [action for action, kind in _ACTIONS.items() if kind in conditionings]
-        shows = {
-            "first_frame": "first_frame" in conditionings,
-            "last_frame": "last_frame" in conditionings,
-            "video": bool(actions),
-        }
-        with gr.Accordion(
-            "Start from images or a video", open=False, visible=any(shows.values()), elem_id="conditioning"
-        ):
+        first, last, edits = "first_frame" in conditionings, "last_frame" in conditionings, bool(actions)
+        head, is_any = "Start from images or a video", first or last or edits
+        with gr.Accordion(head, open=False, visible=is_any, elem_id="conditioning"):
             with gr.Row():
-                self.image = self._image("First frame", "image", visible=shows["first_frame"])
-                self.last_image = self._image("Last frame", "last_image", visible=shows["last_frame"])
-            self.video = gr.Video(label="A video", elem_id="video", visible=shows["video"], height=180)
-            self.action = gr.Radio(
-                actions,
-                value=actions[0] if actions else None,
-                label="What to do with it",
-                elem_id="action",
-                visible=len(actions) > 0,
-            )
+                self.image = self._image("First frame", "image", visible=first)
+                self.last_image = self._image("Last frame", "last_image", visible=last)
+            self.video = gr.Video(label="A video", elem_id="video", visible=edits, height=180)
+            action = actions[0] if actions else None
+            self.action = gr.Radio(actions, value=action, label="What to do with it", elem_id="action", visible=edits)
             self.mask = gr.ImageEditor(
                 label="Paint what is made anew",
                 elem_id="mask",

@@ -51,7 +51,7 @@ class PageOptions:
 def main(options: PageOptions) -> int:
     """Serves the page until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     check_free(options.host, options.port, "--port")
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
         client = stack.enter_context(_client(options))
@@ -105,7 +105,3 @@ def service(url: str | None, bundle: str | None, students: Sequence[str] = ()) -
             LocalServer(repository, is_private=True, log=folder / "triton.log", stop_seconds=5)
         )
         yield VideoClient(server.grpc_url)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

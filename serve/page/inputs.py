@@ -80,13 +80,8 @@ class Sampling:
         usual = self._slid(variant)
         settings = dict(zip(usual, map(float, moved), strict=True))
         settings = {name: value for name, value in settings.items() if value != usual[name]}
-        return {
-            "variant": variant,
-            "num_steps": int(steps),
-            "guidance": float(guidance),
-            "sampler": sampler,
-            **settings,
-        }
+        chosen = {"variant": variant, "num_steps": int(steps), "guidance": float(guidance), "sampler": sampler}
+        return chosen | settings
 
     def _chosen(self, variant: str) -> list[Any]:
         """Updates of all components except the first after a change of the variant."""

@@ -264,8 +264,5 @@ def _variant(
 
 def _distinguished(variant: Variant, several: set[str]) -> Variant:
     """Adds the adapter to the name of a variant whose calls are not unique."""
-    return (
-        replace(variant, name=f"{variant.name}, {variant.adapter}")
-        if variant.adapter and variant.name in several
-        else variant
-    )
+    is_one_of_several = variant.adapter and variant.name in several
+    return replace(variant, name=f"{variant.name}, {variant.adapter}") if is_one_of_several else variant

@@ -61,7 +61,7 @@ _KEYS = "if (event.key === 'f') this.requestFullscreen()"
 """Keys in addition to those of browsers (space plays and pauses, arrows seek)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Preset:
     """A size of videos on the page."""
 
@@ -98,23 +98,17 @@ def presets(info: ServiceInfo) -> list[Preset]:
         return max(1, round(size * factor / info.size_multiple)) * info.size_multiple
 
     if makes_images(info):
-        choices = [Preset(name="Image", num_frames=1, height=height, width=width)]
+        choices = [Preset("Image", 1, height, width)]
     else:
-        choices = [
-            Preset(name="Video", num_frames=frames, height=height, width=width),
-            Preset(name="Image", num_frames=1, height=height, width=width),
-            Preset(name="Longer", num_frames=2 * frames - 1, height=height, width=width),
-        ]
+        longer = Preset("Longer", 2 * frames - 1, height, width)
+        choices = [Preset("Video", frames, height, width), Preset("Image", 1, height, width), longer]
     choices += [
-        Preset(name="Wide", num_frames=frames, height=height, width=scaled(width, 1.5)),
-        Preset(name="Tall", num_frames=frames, height=scaled(height, 1.5), width=width),
+        Preset("Wide", frames, height, scaled(width, 1.5)),
+        Preset("Tall", frames, scaled(height, 1.5), width),
     ]
-    limits = info.limits
-    return [
-        each
-        for each in choices
-        if each.num_frames <= limits.max_frames and each.num_frames * each.height * each.width <= limits.max_pixels
-    ]
+    most_frames, most_pixels = info.limits.max_frames, info.limits.max_pixels
+    choices = [each for each in choices if each.num_frames <= most_frames]
+    return [each for each in choices if each.num_frames * each.height * each.width <= most_pixels]
 
 
 def about(seconds: float) -> str:

@@ -53,7 +53,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
     "serve webhooks": (
-        "megadit.serve.gateway.webhook_command:main",
+        "megadit.serve.gateway.command:webhooks",
         "list failed webhook deliveries, or send them again",
     ),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),

@@ -48,7 +48,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(adapter_routes(gateway, authenticate))
     _add_health(app, gateway)
     _add_documentation(app, gateway)
-    _add_front(app)
+
+    @app.get("/", include_in_schema=False)
+    async def front() -> HTMLResponse:
+        return HTMLResponse(_FRONT)
+
     app.add_middleware(
         Surroundings, metrics=gateway.metrics, tracing=gateway.tracing, max_body_bytes=gateway.settings.max_body_bytes
     )
@@ -107,12 +111,6 @@ _FRONT = """<!doctype html><html lang=en><meta charset="utf-8"><title>megadit</t
 <li><a href="/health/ready">/health/ready</a> says whether the model is loaded.</ul>
 <p>Keys are made by <code>megadit serve keys add NAME</code>; a page to try prompts on is started by
 <code>megadit serve demo --url ADDRESS --key_file FILE</code>."""
-
-
-def _add_front(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
-    async def front() -> HTMLResponse:
-        return HTMLResponse(_FRONT)
 
 
 def _add_documentation(app: FastAPI, gateway: Gateway) -> None:

@@ -347,9 +347,8 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
         log("files of a job not stored", error=error, job=new.id)
         raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
     try:
-        job = _within_quota(
-            gateway, key, lambda key: gateway.store.create(key, replace(new, conditioning=conditioning))[0]
-        )
+        new = replace(new, conditioning=conditioning)
+        job = _within_quota(gateway, key, lambda key: gateway.store.create(key, new)[0])
     except SQLAlchemyError:  # it may have been created nevertheless
         gateway.undecided.append((new.id, conditioning.name))
         raise
@@ -379,9 +378,8 @@ def _within_quota(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> 
 
 def _model_of(gateway: Gateway, model: str) -> str:
     if model not in gateway.servers.models:
-        raise ApiError(
-            404, "model_not_found", f"there is no model {model[:64]!r}; `GET /v1/models` lists them", param="model"
-        )
+        message = f"there is no model {model[:64]!r}; `GET /v1/models` lists them"
+        raise ApiError(404, "model_not_found", message, param="model")
     return model
 
 

@@ -52,20 +52,17 @@ class Heart:
             connection.execute(delete(GATEWAYS).where(GATEWAYS.c.name == self._name))
 
     def _beats(self) -> int | None:
+        own = select(GATEWAYS.c.beats).where(GATEWAYS.c.name == self._name)
         with self._database.reading() as connection:
-            return connection.execute(
-                select(GATEWAYS.c.beats).where(GATEWAYS.c.name == self._name)
-            ).scalar_one_or_none()
+            return connection.execute(own).scalar_one_or_none()
 
     def beat(self) -> list[str]:
         """Counts a beat, advances the clock, and returns the dead gateways that are not buried yet."""
         now = time.monotonic()
         with self._database.writing() as connection:
             self._advance(connection, now)
-            changed = connection.execute(
-                update(GATEWAYS).where(GATEWAYS.c.name == self._name).values(beats=GATEWAYS.c.beats + 1)
-            )
-            if not changed.rowcount:
+            counted = update(GATEWAYS).where(GATEWAYS.c.name == self._name).values(beats=GATEWAYS.c.beats + 1)
+            if not connection.execute(counted).rowcount:
                 connection.execute(GATEWAYS.insert().values(name=self._name, beats=0))
             beats = dict(connection.execute(select(GATEWAYS.c.name, GATEWAYS.c.beats)).all())
             return self._dead(beats, now)
