@@ -151,18 +151,8 @@ def parts(measurements: list[MetricValue], num_calls: int) -> dict[str, dict[str
 
 def show(title: str, measurements: list[MetricValue], about: dict[str, Any]) -> None:
     """Prints a table; ratios are to the first runtime."""
-    table = Table(
-        "what",
-        "runtime",
-        "median (s)",
-        "lowest",
-        "highest",
-        "times as fast",
-        "tokens/s",
-        "TFLOP/s",
-        "peak GPU (GB)",
-        title=title,
-    )
+    columns = ("what", "runtime", "median (s)", "lowest", "highest", "times as fast")
+    table = Table(*columns, "tokens/s", "TFLOP/s", "peak GPU (GB)", title=title)
     first = {measurement.what: measurement.median for measurement in reversed(measurements)}
     for one in sorted(measurements, key=lambda measurement: measurement.what):
         rates = [_or_dash(one.tokens_per_second, ",.0f"), _or_dash(one.tflops, ".4g"), _or_dash(one.peak_gpu_gb, ".2f")]
@@ -244,9 +234,8 @@ def main(options: BenchmarkGenerateOptions) -> None:
     _show_shares(f"operations, {name}", operations)
     call = next(one for one in measurements if one.what == NETWORK)
     for rate, tflops in rates.items() if call.tflops is not None else ():
-        print(
-            f"{rate}: " + ("not known" if tflops is None else f"{tflops:.4g} TFLOP/s, MFU {call.tflops / tflops:.1%}")
-        )
+        known = "not known" if tflops is None else f"{tflops:.4g} TFLOP/s, MFU {call.tflops / tflops:.1%}"
+        print(f"{rate}: {known}")
     if options.json:
         record = {
             "settings": settings.to_dict(),

@@ -28,7 +28,7 @@ NAME = "megadit"
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Result of one check."""
 
@@ -121,19 +121,11 @@ def machine_findings() -> list[Finding]:
     total, available = _memory()
     free = shutil.disk_usage(Path.cwd()).free
     return [
-        Finding(name="python", found=f"{platform.python_version()} on {platform.system()}", enables=""),
-        Finding(name="CPU cores", found=str(available_cores()), enables="`make demo` needs 2"),
-        Finding(
-            name="memory",
-            found=f"{total / GIB:.1f} GiB, {available / GIB:.1f} GiB of it free",
-            enables="`make demo` needs 6 GiB",
-        ),
-        Finding(
-            name="disk",
-            found=f"{free / GIB:.1f} GiB free in {Path.cwd()}",
-            enables="`make setup` takes 4 GB, with torch for CUDA 7",
-        ),
-        Finding(name="network", found=own_address(), enables="runs on several nodes"),
+        Finding("python", f"{platform.python_version()} on {platform.system()}", ""),
+        Finding("CPU cores", str(available_cores()), "`make demo` needs 2"),
+        Finding("memory", f"{total / GIB:.1f} GiB, {available / GIB:.1f} GiB of it free", "`make demo` needs 6 GiB"),
+        Finding("disk", f"{free / GIB:.1f} GiB free in {Path.cwd()}", "`make setup` takes 4 GB, with torch for CUDA 7"),
+        Finding("network", own_address(), "runs on several nodes"),
     ]
 
 
@@ -153,31 +145,19 @@ def accelerator_findings() -> list[Finding]:
     """torch, its CUDA, and each GPU."""
     torch = _try(lambda: importlib.import_module("torch"))
     if torch is None:
-        return [Finding(name="torch", found=None, enables="everything", remedy="pip install torch")]
-    findings = [Finding(name="torch", found=torch.__version__, enables="everything")]
+        return [Finding("torch", None, "everything", "pip install torch")]
+    findings = [Finding("torch", torch.__version__, "everything")]
     if not torch.cuda.is_available():
         built_for = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPUs"
-        findings.append(
-            Finding(
-                name="GPU",
-                found=None,
-                enables="training and sampling at full size",
-                remedy=f"{built_for}; on a GPU machine: pip install torch (its CUDA build), check nvidia-smi",
-            )
-        )
-        return findings
+        remedy = f"{built_for}; on a GPU machine: pip install torch (its CUDA build), check nvidia-smi"
+        return [*findings, Finding("GPU", None, "training and sampling at full size", remedy)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = properties.major * 10 + properties.minor
         precisions = "bf16" if capability >= 80 else "fp32 only"
         precisions += ", FP8" if capability >= 89 else ""
-        findings.append(
-            Finding(
-                name=f"GPU {index}",
-                found=f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}",
-                enables=precisions,
-            )
-        )
+        found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        findings.append(Finding(f"GPU {index}", found, precisions))
     return findings
 
 
@@ -188,37 +168,34 @@ def variant_findings() -> list[Finding]:
     from megadit.models.ops import crossover, tiled_attention  # noqa: F401  the ops have the crossovers
 
     crossover.tune_for_cpu()
-    return [Finding(name=name, found=found, enables="") for name, found in crossover.describe_crossovers().items()]
+    return [Finding(name, found, "") for name, found in crossover.describe_crossovers().items()]
 
 
 def library_findings() -> list[Finding]:
     """The optional libraries: their versions, whether they can be imported, and what each is for."""
-    return [
-        Finding(name=name, found=_library(name, module), enables=enables, remedy=remedy)
-        for name, module, enables, remedy in LIBRARIES
-    ]
+    return [Finding(name, _library(name, module), enables, remedy) for name, module, enables, remedy in LIBRARIES]
 
 
 def program_findings() -> list[Finding]:
     """The H.264 codec that mp4 files need, and programs on the PATH."""
     return [
         Finding(
-            name="H.264 encoder",
-            found=_try(_h264_encoder),
-            enables="writing mp4",
-            remedy="pip install av (its wheels carry ffmpeg with libx264)",
+            "H.264 encoder",
+            _try(_h264_encoder),
+            "writing mp4",
+            "pip install av (its wheels carry ffmpeg with libx264)",
         ),
         Finding(
-            name="tritonserver",
-            found=shutil.which("tritonserver") or _packaged_triton(),
-            enables="serving without a container",
-            remedy="pip install --no-deps nvidia-pytriton, or use the container of NVIDIA Triton",
+            "tritonserver",
+            shutil.which("tritonserver") or _packaged_triton(),
+            "serving without a container",
+            "pip install --no-deps nvidia-pytriton, or use the container of NVIDIA Triton",
         ),
         Finding(
-            name="trtexec",
-            found=shutil.which("trtexec"),
-            enables="timing TensorRT engines",
-            remedy="comes with TensorRT's tar file and containers",
+            "trtexec",
+            shutil.which("trtexec"),
+            "timing TensorRT engines",
+            "comes with TensorRT's tar file and containers",
         ),
     ]
 

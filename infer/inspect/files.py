@@ -38,12 +38,8 @@ def describe_media(path: Path) -> dict[str, Any]:
     kind = "image" if count == 1 else "video"
     facts: dict[str, Any] = {kind: str(path), "size": f"{height}x{width} (height x width)"}
     if kind == "video":
-        facts |= {
-            "frames": count,
-            "frames per second": round(fps, 3),
-            "seconds": round(count / fps, 2) if fps else None,
-        }
-        facts["codec"] = _codec(path)
+        seconds = round(count / fps, 2) if fps else None
+        facts |= {"frames": count, "frames per second": round(fps, 3), "seconds": seconds, "codec": _codec(path)}
     try:
         record = read_record(str(path))
     except UserError:

@@ -225,10 +225,8 @@ def describe_run(path: Path) -> Facts:
     config = _read_run_config(path / CONFIG)
     checkpoints = sorted(filter(is_complete, (path / CHECKPOINTS).iterdir()))
     last = _last_record(path / "metrics.jsonl")
-    facts: Facts = {
-        "training run": str(path),
-        "checkpoints": ", ".join(folder.name for folder in checkpoints) or "none",
-    }
+    names = ", ".join(folder.name for folder in checkpoints) or "none"
+    facts: Facts = {"training run": str(path), "checkpoints": names}
     with _as_a_run_says(path):
         if checkpoints:
             facts |= _progress_facts(checkpoints[-1], config)

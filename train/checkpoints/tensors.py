@@ -135,16 +135,13 @@ class TrainedTensors:
                 yield name, {what: found.pop(key) for what, key in keys[name].items()}
 
     def _read_keys(self, directory: Path, names: dict[str, str]) -> dict[str, Tensor]:
-        parameters = dict(self.parameters)
-        shards = {
-            key: self._sharded(
-                key,
-                parameters[name],
-                torch.empty(parameters[name].shape, dtype=torch.float32),
-                replica=self.ownership.group_of(parameters[name]).rank(),
+        parameters, shards = dict(self.parameters), {}
+        for key, parameter in ((key, parameters[name]) for key, name in names.items()):
+            empty, replica = (
+                torch.empty(parameter.shape, dtype=torch.float32),
+                self.ownership.group_of(parameter).rank(),
             )
-            for key, name in names.items()
-        }
+            shards[key] = self._sharded(key, parameter, empty, replica=replica)
         # ranks may read different tensors, which Megatron's check of access integrity would refuse
         return dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
 

@@ -190,7 +190,7 @@ class _Run:
         step = self.state.iteration + 1
         detector = AnomalyDetector(self.config.health, self.state.recent_losses)
         self.threads.begin(step)
-        with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
+        with Statistics(self.training, is_due=self._is_due(self.config.health.statistics_interval, step)) as sizes:
             asked = {"must_stop": stop.has_come, "must_save": self._is_time_to_save()}
             result = train_step(self.training, self.batches, step, **asked, detector=detector, mark=self.mark)
         self.fence()
@@ -308,11 +308,9 @@ class _Run:
             trained.scheduler.num_steps = 0
             trained.scheduler.step(self.state.iteration)
 
-    def _is_due(self, interval: int) -> bool:
-        """Whether the current step is due: every `interval` steps and at the end; never for 0."""
-        return self._is_due_at(self.state.iteration, interval)
-
-    def _is_due_at(self, step: int, interval: int) -> bool:
+    def _is_due(self, interval: int, step: int | None = None) -> bool:
+        """Whether a step, or else the current one, is due: every `interval` steps and at the end; never for 0."""
+        step = self.state.iteration if step is None else step
         return interval > 0 and (step % interval == 0 or step == self.config.train.train_iters)
 
     def _values(self, result: StepResult) -> dict[str, Any]:

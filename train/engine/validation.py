@@ -143,26 +143,13 @@ def _means(training: Training, sums: torch.Tensor, batches: list[PackedBatch]) -
 
 
 def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
-    """Write samples/step_0000100/00_a_red_seven.mp4 and so on; prompts are divided among the model replicas.
-
-    Replicas with common collectives (FSDP, experts) all generate the same videos.
-    """
-    config, groups = training.config, training.groups
+    """Write samples/step_0000100/00_a_red_seven.mp4 and so on."""
+    config = training.config
     if config.data.mock or not config.model.denoises:
         return []  # no text encoder, no tokenizer
-    prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
-    is_together = config.parallel.sizes.copies_work_together
-    mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
-    with training.ema_weights.swapped_in(sigma_rel, training.parameters()):
-        try:
-            videos = _generate(training, mine)
-        except UserError as error:  # a failed video does not end the run
-            print(f"no videos of step {step}: {error}", flush=True)
-            videos = []
-    written = []
-    if groups.copy.rank() == 0 and not (is_together and groups.readers.rank()):
-        for (number, prompt), video in zip(mine, videos, strict=False):
-            written.append(_write(Path(config.train.output_dir), step, number, prompt, video))
+    prompts = list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)
+    made, folder = _generate(training, prompts, sigma_rel, f"no videos of step {step}"), Path(config.train.output_dir)
+    written = [_write(folder, step, number, prompts[number], video) for number, video in made.items()]
     everyones: list[list[SampledVideo]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, written)
     return sorted((video for part in everyones for video in part), key=lambda video: video.path)
@@ -175,24 +162,14 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
     """
     config, groups = training.config, training.groups
     real = _real_videos(config.data.path, config.validation.evaluate_count, config.data.use_train_split_for_val)
-    prompts = list(enumerate(real.prompts))
-    is_together = config.parallel.sizes.copies_work_together
-    mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
-    with training.ema_weights.swapped_in(None if best == RAW else float(best), training.parameters()):
-        try:
-            videos = _generate(training, mine)
-        except UserError as error:
-            print(f"no metrics: {error}", flush=True)
-            videos = []
-    speaks = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
-    own = [(number, video.video) for (number, _), video in zip(mine, videos, strict=False)] if speaks else []
-    everyones: list[list] | None = [[] for _ in range(dist.get_world_size())] if groups.is_first else None
-    dist.gather_object(own, everyones)
+    own = _generate(training, real.prompts, None if best == RAW else float(best), "no metrics")
+    everyones: list[dict] | None = [{} for _ in range(dist.get_world_size())] if groups.is_first else None
+    dist.gather_object({number: video.video for number, video in own.items()}, everyones)
     if everyones is None:
         return {}
-    made = dict(pair for part in everyones for pair in part)
+    made = {number: video for part in everyones for number, video in part.items()}
     try:
-        return _metric_values(training, [made[number] for number, _ in prompts], real)
+        return _metric_values(training, [made[number] for number in range(len(real.prompts))], real)
     except (UserError, KeyError) as error:  # a failed metric does not end the run
         print(f"no metrics: {error}", flush=True)
         return {}
@@ -226,13 +203,25 @@ def _extractors(paths: tuple[str, ...], device: torch.device) -> list[Extractor]
     return [*(each for path in paths for each in open_extractors(Path(path), device)), MotionClips()]
 
 
-def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[GeneratedVideo]:
-    """A video for each (seed, prompt) of this rank. Raises UserError if videos of this size cannot be generated, or
-    have non-finite values."""
-    if not prompts:
-        return []
-    texts = [prompt for _, prompt in prompts]
-    return _pipeline(training, texts)(texts, seeds=[number for number, _ in prompts])
+def _generate(
+    training: Training, prompts: list[str], sigma_rel: float | None, without: str
+) -> dict[int, GeneratedVideo]:
+    """Number of a prompt, which is its seed -> video, by the EMA weights `sigma_rel`; {} on ranks that only take part.
+
+    Prompts are divided among the model replicas; those with common collectives (FSDP, experts) all generate the same.
+    Videos that cannot be generated do not end the run: `without` and the reason are printed.
+    """
+    groups, is_together = training.groups, training.config.parallel.sizes.copies_work_together
+    numbers = range(len(prompts))
+    mine = numbers if is_together else numbers[groups.readers.rank() :: groups.readers.size()]
+    texts, videos = [prompts[number] for number in mine], []
+    with training.ema_weights.swapped_in(sigma_rel, training.parameters()):
+        try:
+            videos = _pipeline(training, texts)(texts, seeds=list(mine)) if texts else []
+        except UserError as error:
+            print(f"{without}: {error}", flush=True)
+    is_reporting = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
+    return dict(zip(mine, videos, strict=False)) if is_reporting else {}
 
 
 def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:

@@ -75,17 +75,13 @@ def _tasks(chain: ChainConfig, stage: str, numbers: str) -> list[int | None]:
 
 
 def _start(chain: ChainConfig, stage: str, number: int | None, task: str) -> subprocess.Popen:
-    environment = {
-        **os.environ,
-        "TASK": "" if number is None else str(number),
-        "TASKS": str(len(chain.stages[stage].tasks or ())),
-    }
+    numbers = {"TASK": "" if number is None else str(number), "TASKS": str(len(chain.stages[stage].tasks or ()))}
     print(f"{task}: starts; {_log(chain, task)}", flush=True)
     _log(chain, task).parent.mkdir(parents=True, exist_ok=True)
     with open(_log(chain, task), "ab") as log:
         process = subprocess.Popen(
             ["bash", "-c", local_script(chain, stage)],
-            env=environment,
+            env=os.environ | numbers,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -14,6 +14,8 @@ from megadit.train.config.load import resolve_config
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.engine import validation
 
+PROMPTS = ["a red seven", "a blue two"]
+
 
 @pytest.fixture
 def config(tiny_arguments):
@@ -32,8 +34,8 @@ def test_tokenizer_and_texts_are_read_once_for_all_validations(config, tiny_data
     training = SimpleNamespace(config=config(), groups=SimpleNamespace(device=torch.device("cpu")))
     try:
         for _ in range(3):
-            videos = validation._generate(training, [(0, "a red seven"), (1, "a blue two")])
-            assert [video.prompt for video in videos] == ["a red seven", "a blue two"]
+            videos = validation._pipeline(training, PROMPTS)(PROMPTS, seeds=[0, 1])
+            assert [video.prompt for video in videos] == PROMPTS
             forgotten.append(validation._texts(DatasetInfo.read(tiny_dataset).text_encoder_folder)._encoder)
     finally:
         validation._texts.cache_clear()
