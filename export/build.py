@@ -118,11 +118,8 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
         defaults, note = fitted_defaults(bundle, profiles)
         if note:
             _say(note)
-        bundle = replace(
-            bundle,
-            defaults=compared_defaults(bundle, profiles, tokenizer),
-            manifest=bundle.manifest | {"defaults": defaults.to_dict()},
-        )
+        manifest = bundle.manifest | {"defaults": defaults.to_dict()}
+        bundle = replace(bundle, defaults=compared_defaults(bundle, profiles, tokenizer), manifest=manifest)
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)

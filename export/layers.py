@@ -120,22 +120,21 @@ def last_values(path: Path, layers: Iterable[str]) -> dict[str, str]:
 
 
 def graph_values(path: Path, inputs: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """Values inside a graph, from a copy with these as further outputs."""
+    """The outputs of a graph, and these values inside it."""
+    session = session_with(path, names)
+    found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    values = zip((output.name for output in session.get_outputs()), found, strict=True)
+    return {name: torch.from_numpy(value.astype(np.float32)) for name, value in values if value.dtype.kind == "f"}
+
+
+def session_with(path: Path, names: set[str]):
+    """A session of a graph, by a copy with these values as further outputs."""
     model = onnx.load(path, load_external_data=False)
     outputs = {output.name for output in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in sorted(names - outputs))
     copy = path.with_name(f"layers_{path.name}")  # next to the file of its weights
     try:
         onnx.save(model, copy)
-        session = open_session(copy, torch.device("cpu"), prepack=False)
+        return open_session(copy, torch.device("cpu"), prepack=False)
     finally:
         copy.unlink(missing_ok=True)
-    return {
-        name: torch.from_numpy(np.asarray(value, dtype=np.float32))
-        for name, value in zip(
-            [output.name for output in session.get_outputs()],
-            session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()}),
-            strict=True,
-        )
-        if value.dtype.kind == "f"
-    }

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.export.quantize import round_linears
+from megadit.export.quantize import FORMATS, round_linears
 from megadit.infer.runtimes.network_spec import DENOISERS, TOWERS
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
@@ -22,13 +22,8 @@ from megadit.models.storage.components import load_network
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
 
-PRECISIONS = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "int8": torch.float16,
-    "fp8": torch.float16,
-}
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PRECISIONS |= dict.fromkeys(FORMATS, torch.float16)
 """Precision of the denoiser -> dtype of its computation; products of its blocks use 8 bits instead (`quantize.py`)."""
 
 
@@ -72,17 +67,10 @@ class ChannelDenoiserGraph(DenoiserGraph):
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
         guidance, (clean, is_clean, *more) = self.split_guidance(more)
-        count = 0 if self.denoiser.dit.config.image_size is None else 1
-        image, adapters = more[:count], more[count:]
+        image, adapters = (None, more) if self.denoiser.dit.config.image_size is None else (more[0], more[1:])
         marks = is_clean.bool()
-        conditioning = Conditioning(
-            text,
-            text_length,
-            fps,
-            clean=CleanLatents(clean, marks.any(0), marks_MTHW=marks),
-            image_BIE=next(iter(image), None),
-            guidance_B=guidance,
-        )
+        clean = CleanLatents(clean, marks.any(0), marks_MTHW=marks)
+        conditioning = Conditioning(text, text_length, fps, clean=clean, image_BIE=image, guidance_B=guidance)
         with self.filled(adapters):
             return self.denoiser(x, sigma, conditioning)
 
@@ -104,10 +92,9 @@ class WholeTextDenoiserGraph(DenoiserGraph):
     """D(x; sigma) of an image network that attends to all text tokens, and maybe reads a pooled feature."""
 
     def forward(self, x, sigma, text, *more: Tensor) -> Tensor:
-        count = 0 if self.denoiser.dit.config.pooled_size is None else 1
-        pooled, adapters = more[:count], more[count:]
+        pooled, adapters = (None, more) if self.denoiser.dit.config.pooled_size is None else (more[0], more[1:])
         unread_B = torch.zeros_like(sigma)
-        conditioning = Conditioning(text, unread_B.long(), unread_B, pooled_BP=next(iter(pooled), None))
+        conditioning = Conditioning(text, unread_B.long(), unread_B, pooled_BP=pooled)
         with self.filled(adapters):
             return self.denoiser(x, sigma, conditioning)
 
@@ -124,13 +111,8 @@ class DecoderGraph(nn.Module):
         return self.tokenizer.decode(latents)
 
 
-class EncoderGraph(nn.Module):
+class EncoderGraph(DecoderGraph):
     """Video to latents."""
-
-    def __init__(self, tokenizer: VideoTokenizer) -> None:
-        super().__init__()
-        self.network = network_of(tokenizer)
-        self.tokenizer = _without_tiles(tokenizer)
 
     def forward(self, video: Tensor) -> Tensor:
         return self.tokenizer.encode(video)

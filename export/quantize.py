@@ -67,17 +67,12 @@ def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) 
     if not prompts:
         raise UserError("calibration needs at least one prompt")
     dits = [load_network(bundle.path / network, dtype=torch.float32) for network in bundle.networks]
-    settings = bundle.defaults
-    settings = replace(
-        settings, num_steps=min(settings.num_steps, CALIBRATION_STEPS), autoguidance="", cache_budget=0.0
-    )
+    num_steps = min(bundle.defaults.num_steps, CALIBRATION_STEPS)
+    settings = replace(bundle.defaults, num_steps=num_steps, autoguidance="", cache_budget=0.0)
+    conditioning = required_conditioning(bundle)
     with recorded_ranges(dits[DENOISERS.index(name)]) as ranges:
         for seed, prompt in enumerate(prompts):
-            list(
-                _pipeline(bundle, dits).stream(
-                    [prompt], settings, seeds=seed, conditioning=required_conditioning(bundle)
-                )
-            )
+            list(_pipeline(bundle, dits).stream([prompt], settings, seeds=seed, conditioning=conditioning))
     return ranges
 
 
@@ -167,9 +162,8 @@ def _quantise_input(graph: ir.Graph, node: ir.Node, largest: float, form: EightB
     scale = _scale(np.asarray(largest), form, x.dtype.numpy())
     scale, zero = _constants(graph, f"{node.name}/input", scale, np.zeros((), form.dtype.numpy()))
     quantised = _insert(graph, node, "QuantizeLinear", [x, scale, zero], f"{node.name}/input_q")
-    node.replace_input_with(
-        0, _insert(graph, node, "DequantizeLinear", [quantised, scale, zero], f"{node.name}/input_dq")
-    )
+    restored = _insert(graph, node, "DequantizeLinear", [quantised, scale, zero], f"{node.name}/input_dq")
+    node.replace_input_with(0, restored)
 
 
 def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
@@ -179,9 +173,8 @@ def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
     scale, zero = _constants(graph, f"{node.name}/weight", scale, np.zeros(scale.shape, form.dtype.numpy()))
     (steps,) = _constants(graph, f"{node.name}/weight_steps", stored)
     axis = {"axis": 1} if form.per_channel else {}
-    node.replace_input_with(
-        1, _insert(graph, node, "DequantizeLinear", [steps, scale, zero], f"{node.name}/weight_dq", axis)
-    )
+    restored = _insert(graph, node, "DequantizeLinear", [steps, scale, zero], f"{node.name}/weight_dq", axis)
+    node.replace_input_with(1, restored)
     if not weight.uses():
         del graph.initializers[weight.name]
 

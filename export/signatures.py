@@ -128,42 +128,34 @@ def specs(
     text = _axis("text", profiles.text) if config.has_text else 1
     latent = (config.in_channels, time, height, width)
     seen = _longer(time, conditionings, config)
-    x = {"dtype": "float32", "axes": (batch, config.in_channels, seen, height, width)}
-    clean = {
-        "clean": x,
-        "is_clean": {"dtype": "int64", "axes": (seen, height, width), "below": 2},
-        "times": {"dtype": "float32", "axes": (seen,)},
-    }
-    if not config.conditioning.is_among:
-        clean = {
-            "clean": x,
-            "is_clean": {"dtype": "int64", "axes": (config.conditioning.marks, *latent[1:]), "below": 2},
-        }
+    x = _floats(batch, config.in_channels, seen, height, width)
+    if config.conditioning.is_among:
+        clean = {"clean": x, "is_clean": _ints(seen, height, width, below=2), "times": _floats(seen)}
+    else:
+        clean = {"clean": x, "is_clean": _ints(config.conditioning.marks, *latent[1:], below=2)}
     if image_encoder is not None:
-        image_tokens = config.image_positions or image_encoder.num_tokens
-        clean["image"] = {"dtype": "float32", "axes": (batch, image_tokens, config.image_size)}
+        clean["image"] = _floats(batch, config.image_positions or image_encoder.num_tokens, config.image_size)
     is_network = isinstance(text_encoder, NetworkTextEncoder)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
     conditions = {
-        "text": {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
-        "text_length": {"dtype": "int64", "axes": (batch,)},
-        "fps": {"dtype": "float32", "axes": (batch,)},
-        "guidance": {"dtype": "float32", "axes": (batch,)},
-        "pooled": {"dtype": "float32", "axes": (batch, config.pooled_size)},
+        "text": _floats(batch, text, config.crossattn_emb_size),
+        "text_length": _ints(batch),
+        "fps": _floats(batch),
+        "guidance": _floats(batch),
+        "pooled": _floats(batch, config.pooled_size),
     }
     seen_by_denoisers = {
         "x": x,
-        "sigma": {"dtype": "float32", "axes": (batch,)},
+        "sigma": _floats(batch),
         **{name: conditions[name] for name in config.conditions},
         **(clean if conditionings else {}),
     }
     further = () if slots is None else slot_tensors(slots, batch)
+    free = (replace(axis, step=1) for axis in latent[1:])  # a tokenizer's networks have no patches
     networks = texts | {
         **{name: _network(name, seen_by_denoisers, further=further) for name in denoisers},
-        "video_decoder": _network(
-            "video_decoder", {"latents": {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}}
-        ),
-        "video_encoder": _network("video_encoder", {"video": {"dtype": "float32", "axes": (one, 3, *video)}}),
+        "video_decoder": _network("video_decoder", {"latents": _floats(one, config.in_channels, *free)}),
+        "video_encoder": _network("video_encoder", {"video": _floats(one, 3, *video)}),
     }
     if not getattr(tokenizer, "streams", False):
         return networks
@@ -179,16 +171,22 @@ def embedding_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenize
         raise UserError(f"--profile: a {bundle.kind} takes images of one size; only batch and text may vary")
     latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
     batch = _axis("batch", profiles.batch)
-    pictures = {"x": {"dtype": "float32", "axes": (batch, *latent)}}
+    pictures = {"x": _floats(batch, *latent)}
     if bundle.kind == "classifier":
         return {"classifier": _network("classifier", pictures)}
-    below = bundle.config.text_tower.num_words
-    tokens = {"dtype": "int64", "axes": (batch, _axis("text", profiles.text)), "below": below}
-    length = {"dtype": "int64", "axes": (batch,)}
+    tokens = _ints(batch, _axis("text", profiles.text), below=bundle.config.text_tower.num_words)
     return {
         "image_tower": _network("image_tower", pictures),
-        "text_tower": _network("text_tower", {"tokens": tokens, "length": length}),
+        "text_tower": _network("text_tower", {"tokens": tokens, "length": _ints(batch)}),
     }
+
+
+def _floats(*axes: Axis | int) -> dict[str, Any]:
+    return {"dtype": "float32", "axes": axes}
+
+
+def _ints(*axes: Axis | int, below: int | None = None) -> dict[str, Any]:
+    return {"dtype": "int64", "axes": axes, "below": below}
 
 
 def _network(name: str, inputs: Mapping[str, dict[str, Any]], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
@@ -214,21 +212,13 @@ def _longer(time: Axis, conditionings: Collection[str], config: NetworkConfig) -
 
 
 def _text_encoder(text_encoder: NetworkTextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
-    inputs = (
-        {"dtype": "int64", "axes": (batch, *(each.places or (text,))), "below": each.below}
-        for each in text_encoder.token_inputs
-    )
+    inputs = (_ints(batch, *(each.places or (text,)), below=each.below) for each in text_encoder.token_inputs)
     return _network("text_encoder", dict(zip(INPUTS["text_encoder"], inputs, strict=False)))
 
 
 def _axis(name: str, sizes: Sequence[int], *, step: int = 1, offset: int = 0) -> Axis:
     low, best, high = sizes
     return Axis(name=name, min=low, opt=best, max=high, step=step, offset=offset % step if step > 1 else 0)
-
-
-def _free(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Axes without steps: a tokenizer's networks have no patches."""
-    return tuple(replace(axis, step=1) for axis in axes)
 
 
 def _latent_sizes(

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 from torch import Tensor, nn
 
@@ -26,13 +25,13 @@ from megadit.export.layers import (
     last_values,
     layer_of_failure,
     relative_error,
+    session_with,
 )
 from megadit.export.networks import in_float32
 from megadit.export.references import F_LAYER, REAL, Case, usual_prompt
 from megadit.export.to_onnx import collect_after
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import DENOISERS, NetworkSpec
-from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
@@ -211,18 +210,10 @@ def _worst(errors: Mapping[str, Mapping[str, float]]) -> float:
 
 def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """The graph as a function of inputs to its output and, for the denoiser, F."""
-    model = onnx.load(path, load_external_data=False)
     outputs = {spec.output: spec.output}
     if spec.is_denoiser and (found := last_values(path, [F_LAYER])):
         outputs["F"] = found[F_LAYER]
-        if found[F_LAYER] not in {output.name for output in model.graph.output}:
-            model.graph.output.append(onnx.helper.make_empty_tensor_value_info(found[F_LAYER]))
-    copy = path.with_name(f"verify_{path.name}")
-    try:
-        onnx.save(model, copy)
-        session = open_session(copy, torch.device("cpu"), prepack=False)
-    finally:
-        copy.unlink(missing_ok=True)
+    session = session_with(path, set(outputs.values()))
 
     def run(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         values = session.run(list(outputs.values()), {name: value.numpy() for name, value in inputs.items()})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import log
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 from rich.console import Console
@@ -112,10 +113,7 @@ class Exponents:
 
 
 def _slope(places: Sequence[float], values: Sequence[float]) -> float:
-    xs, ys = ([log(value) for value in column] for column in (places, values))
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    covariance = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-    return covariance / sum((x - x_mean) ** 2 for x in xs)
+    return linear_regression(list(map(log, places)), list(map(log, values))).slope
 
 
 def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
@@ -170,10 +168,8 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
             ours, theirs = ([getattr(point, kind) for point in points] for kind in (measured, demanded))
             unit = 1e9 if measured == "memory" else 1
             plot.loglog(places, [y / unit for y in ours], "o-", label=f"measured {found[measured]}")
-            height = ours[-1] / theirs[-1] / unit
-            plot.loglog(
-                places, [y * height for y in theirs], "k--", label=f"{demanded.replace('_', ' ')} {found[demanded]}"
-            )
+            height, label_of_theirs = ours[-1] / theirs[-1] / unit, f"{demanded.replace('_', ' ')} {found[demanded]}"
+            plot.loglog(places, [y * height for y in theirs], "k--", label=label_of_theirs)
             plot.set(xlabel=AXES[name].unit, ylabel=label)
             plot.legend(fontsize=7)
     with atomic_path(path) as temporary:
@@ -182,9 +178,8 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
 
 
 def table_of(curves: dict[str, list[Point]]) -> Table:
-    table = Table(
-        "along", "points", "time", "operations", "memory", "planned", title="exponents (between the last two)"
-    )
+    columns = ("along", "points", "time", "operations", "memory", "planned")
+    table = Table(*columns, title="exponents (between the last two)")
     for name, points in curves.items():
         found = exponents(points)
         ends = f"{points[0].place:,.0f} to {points[-1].place:,.0f} {AXES[name].unit}"
@@ -218,8 +213,7 @@ def main(options: GrowthOptions) -> None:
                 curves[name].append(measure_point(AXES[name], value, file, options.steps))
                 bar.advance()
     draw(curves, options.folder / "growth.png")
-    write_json(
-        options.folder / "growth.json", {name: [asdict(point) for point in curve] for name, curve in curves.items()}
-    )
+    measured = {name: [asdict(point) for point in curve] for name, curve in curves.items()}
+    write_json(options.folder / "growth.json", measured)
     Console().print(table_of(curves))
     print(options.folder / "growth.png")

@@ -120,7 +120,7 @@ def measure_steps(
         timings.append(_timed_step(training, watched, step))
         advance()
     timings = timings[warmup:]
-    memory = _largest(peak_memory(device), device)
+    memory = _reduce(peak_memory(device), device, dist.ReduceOp.MAX)
     upstream = _sum_over_copies(watched.upstream_flops, groups) / steps
     parts, operations = _watch_step(training, watched, warmup + steps + 1, trace if groups.is_first else None)
     advance()
@@ -185,7 +185,7 @@ def _measurements(
         tokens_per_second=tokens / median / groups.world_size,
         tflops=statistics.mean(result.flops for result in results) / median / groups.world_size / 1e12,
         upstream_tflops=upstream / median / groups.world_size / 1e12,
-        matmul_tflops=_smallest(matmul_flops(device, dtype, seconds=1.0), device) / 1e12,
+        matmul_tflops=_reduce(matmul_flops(device, dtype, seconds=1.0), device, dist.ReduceOp.MIN) / 1e12,
         datasheet_tflops=None if datasheet is None else datasheet / 1e12,
         peak_memory_gb=memory[0] / 1e9,
         empty_memory_gb=memory[1] / 1e9 if device.type == "cpu" else 0.0,
@@ -197,14 +197,6 @@ def _measurements(
 def _sum_over_copies(value: float, groups: Groups) -> float:
     """Over the ranks that read, each of which counts for all ranks of its copy of the model."""
     return _reduce(value if groups.copy.rank() == 0 else 0.0, groups.device, dist.ReduceOp.SUM)
-
-
-def _largest(value: float, device: torch.device) -> float:
-    return _reduce(value, device, dist.ReduceOp.MAX)
-
-
-def _smallest(value: float, device: torch.device) -> float:
-    return _reduce(value, device, dist.ReduceOp.MIN)
 
 
 def _reduce(value: float, device: torch.device, operation: dist.ReduceOp) -> float:

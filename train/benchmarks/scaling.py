@@ -134,9 +134,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     places = [row.ranks for row in rows]
     if measured:
         plot.loglog(places, [ideal(rows, ranks) for ranks in places], "k--", label="ideal")
-        plot.loglog(
-            [row.ranks for row in measured], [row.samples_per_second for row in measured], "o-", label="measured"
-        )
+        rates = [row.samples_per_second for row in measured]
+        plot.loglog([row.ranks for row in measured], rates, "o-", label="measured")
     for row in rows:
         if row.samples_per_second is None:
             plot.axvline(row.ranks, color="0.8", label=f"{row.ranks}: {NOT_MEASURED}")

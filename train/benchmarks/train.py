@@ -108,9 +108,7 @@ def run_of(recipe: str | None, config_file: str | None, overrides: Sequence[str]
     """The recipe's run, without what a benchmark leaves out: validation, logs, checkpoints."""
     fixed = ["validation.interval=0", "logger.tensorboard=false", "train.output_dir=."]
     config = resolve_config(recipe, config_file=config_file, overrides=[*overrides, *fixed])
-    if config.data.path is None and not config.data.mock:
-        config = replace(config, data=replace(config.data, mock=True))
-    return config
+    return replace(config, data=replace(config.data, mock=config.data.mock or config.data.path is None))
 
 
 def _print_costs(
@@ -125,20 +123,13 @@ def _print_costs(
     console.print(f"ops: {describe_variants(variants_run())}", soft_wrap=True, highlight=False)
     console.print(describe_in_words(about), soft_wrap=True)
     if options.json:
-        run = {"config": asdict(config), "steps": options.steps}
-        record = {
-            "recipe": config.recipe,
-            **run,
-            "machine": about,
-            "measurements": asdict(measurements),
-            "ops": variants_run(),
-        }
-        write_json(options.json, record)
+        record = {"recipe": config.recipe, "config": asdict(config), "steps": options.steps, "machine": about}
+        write_json(options.json, record | {"measurements": asdict(measurements), "ops": variants_run()})
         print(options.json)
 
 
 def _parse(argv: list[str]) -> BenchmarkTrainOptions:
-    options = read_options(
+    return read_options(
         BenchmarkTrainOptions,
         argv,
         prog="megadit benchmark train",
@@ -147,7 +138,6 @@ def _parse(argv: list[str]) -> BenchmarkTrainOptions:
         "section.key=value.",
         epilog=f"recipes: {', '.join(RECIPES)}",
     )
-    return options
 
 
 if __name__ == "__main__":

@@ -147,14 +147,10 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "model.ema.rate": lambda width: [width],
 }
 
+_NO_MASK = ("no_mask", "no sample attends to another or to padding, and nothing else is masked")
 FIXED: dict[str, tuple[Any, str]] = {
-    "model.qkv_format": ("thd", "samples are always packed"),
-    "model.config.qkv_format": ("thd", "samples are always packed"),
-    "model.attn_mask_type": ("no_mask", "no sample attends to another or to padding, and nothing else is masked"),
-    "model.config.attn_mask_type": (
-        "no_mask",
-        "no sample attends to another or to padding, and nothing else is masked",
-    ),
+    **dict.fromkeys(("model.qkv_format", "model.config.qkv_format"), ("thd", "samples are always packed")),
+    **dict.fromkeys(("model.attn_mask_type", "model.config.attn_mask_type"), _NO_MASK),
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
@@ -182,7 +178,8 @@ def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
     for theirs, key, value in _one_by_one(_without_recompute_method(values)):
         ours = _our_key(key, known)
         if ours is None or (ours != key and value is None):
-            _check_fixed(key, value)
+            if value is not None and value != FIXED[key][0]:
+                raise UserError(f"{key}={value} does not exist here, only {FIXED[key][0]}: {FIXED[key][1]}")
             continue
         value = _VALUES[key](value) if key in _VALUES and ours != key else value
         if translated.get(ours, value) != value:
@@ -228,14 +225,6 @@ def _our_key(key: str, known: set[str]) -> str | None:
         if key.startswith(f"{theirs}.") and candidate in known:
             return candidate
     return key
-
-
-def _check_fixed(key: str, value: Any) -> None:
-    if value is None:
-        return
-    only, reason = FIXED[key]
-    if value != only:
-        raise UserError(f"{key}={value} does not exist here, only {only}: {reason}")
 
 
 def expand_braces(override: str) -> list[str]:

@@ -37,7 +37,6 @@ COMPUTING: tuple[Rule[Run], ...] = (
     *map(of_layout, parallel_sizes.RULES),
     multiple_of(
         "data.seq_length",
-        attrgetter("data.seq_length"),
         attrgetter("sizes.sequence_multiple"),
         lambda run: (
             f"{run.sizes.sequence_multiple}: it is divided over {run.sizes.sequence_multiple} ranks by "
@@ -46,7 +45,6 @@ COMPUTING: tuple[Rule[Run], ...] = (
     ),
     multiple_of(
         "data.global_batch_size",
-        attrgetter("data.global_batch_size"),
         attrgetter("packs_at_a_time"),
         packs_in_words,
         when=lambda run: run.world_size is not None,
@@ -78,25 +76,21 @@ COMPUTING: tuple[Rule[Run], ...] = (
         remedy="train.fp8_weight_cache=true needs train.fp8 by torch, and weights that fsdp does not shard; set "
         "train.fp8=hybrid, parallel.transformer_impl=local and data_parallel=distributed_optimizer, or leave it out",
     ),
-    fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
-    fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
+    fp8_multiple("model.hidden_size"),
+    fp8_multiple("model.ffn_hidden_size", attrgetter("sizes.tensor"), value=attrgetter("model.mlp_size")),
     fp8_multiple(
-        "model.num_attention_heads x model.head_dim", attrgetter("model.attention_size"), attrgetter("sizes.tensor")
+        "model.num_attention_heads x model.head_dim",
+        attrgetter("sizes.tensor"),
+        value=attrgetter("model.attention_size"),
     ),
-    fp8_multiple("rows of queries, keys and values", attrgetter("projection_rows"), attrgetter("sizes.tensor")),
-    fp8_multiple("data.seq_length", attrgetter("data.seq_length"), attrgetter("sizes.sequence_multiple")),
+    fp8_multiple("rows of queries, keys and values", attrgetter("sizes.tensor"), value=attrgetter("projection_rows")),
+    fp8_multiple("data.seq_length", attrgetter("sizes.sequence_multiple")),
     fp8_multiple(
         "model.crossattn_emb_size",
-        attrgetter("model.text_size"),
-        lambda run: 1,
+        value=attrgetter("model.text_size"),
         when=attrgetter("model.structure.cross_attention"),
     ),
-    fp8_multiple(
-        "data.text_seq_length",
-        attrgetter("data.text_seq_length"),
-        lambda run: 1,
-        when=attrgetter("model.structure.cross_attention"),
-    ),
+    fp8_multiple("data.text_seq_length", when=attrgetter("model.structure.cross_attention")),
     # fp16
     of_fp16(
         lambda run: run.parallel.data_parallel != "fsdp",

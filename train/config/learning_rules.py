@@ -20,7 +20,6 @@ LEARNING: tuple[Rule[Run], ...] = (
     # data
     multiple_of(
         "data.global_batch_size",
-        attrgetter("data.global_batch_size"),
         attrgetter("data.micro_batch_size"),
         lambda run: f"data.micro_batch_size={run.data.micro_batch_size}",
     ),
@@ -115,14 +114,12 @@ LEARNING: tuple[Rule[Run], ...] = (
     # two towers
     multiple_of(
         "model.text_tower.num_attention_heads",
-        attrgetter("model.text_tower.num_attention_heads"),
         attrgetter("sizes.tensor"),
         lambda run: f"parallel.tensor_model_parallel_size={run.sizes.tensor}",
         when=lambda run: run.model.task == "match",
     ),
     multiple_of(
         "data.text_seq_length",
-        attrgetter("data.text_seq_length"),
         attrgetter("sizes.sequence_multiple"),
         lambda run: f"{run.sizes.sequence_multiple}: parallel.sequence_parallel divides the tokens of the text tower",
         when=lambda run: run.model.task == "match",

@@ -25,8 +25,11 @@ Condition = Callable[[Run], Any]
 # ------------------------------------------------------------------------------------------------ forms of rules
 
 
-def multiple_of(name: str, value: Condition, of: Condition, words: Condition, when: Condition = always) -> Rule[Run]:
-    """Rule that `value(run)`, called `name` in messages, is a multiple of `of(run)`; `words(run)` describes `of`."""
+def multiple_of(
+    name: str, of: Condition, words: Condition, *, value: Condition | None = None, when: Condition = always
+) -> Rule[Run]:
+    """Rule that `value(run)` (default: the setting `name`) is a multiple of `of(run)`, which `words(run)` describes."""
+    value = value or attrgetter(name)
     return Rule(
         when=when,
         needs=lambda run: value(run) % of(run) == 0,
@@ -69,7 +72,9 @@ def of_fp16(needs: Condition, words: str) -> Rule[Run]:
     )
 
 
-def fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
+def fp8_multiple(
+    name: str, ranks: Condition = lambda run: 1, *, value: Condition | None = None, when: Condition = always
+) -> Rule[Run]:
     """Rule that a matrix dimension of the blocks, or a token count, divided over `ranks(run)`, suits FP8 kernels."""
 
     def factor(run: Run) -> int:
@@ -77,13 +82,21 @@ def fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition 
 
     return multiple_of(
         name,
-        value,
         factor,
         lambda run: (
             f"{factor(run)}, which train.fp8={run.train.fp8} with train.fp8_recipe={run.train.fp8_recipe} needs on "
             f"{run.sizes.model_parallel_size} rank(s)"
         ),
+        value=value,
         when=lambda run: run.is_fp8 and when(run),
+    )
+
+
+def without_sampling(name: str, reason: str) -> Rule[Run]:
+    """Rule against a setting of `validation.sampling`."""
+    return Rule(
+        needs=lambda run: not getattr(run.validation.sampling, name),
+        remedy="{validation.sampling." + name + "=} " + reason,
     )
 
 

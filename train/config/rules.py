@@ -24,6 +24,7 @@ from megadit.train.config.rule_forms import (
     encoding_in_words,
     fits_dataset,
     too_long_in_words,
+    without_sampling,
 )
 
 
@@ -80,31 +81,19 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{validation.patience=} counts validations: set validation.interval, the steps between them",
     ),
     accepted_by(check_sampling, where="validation.sampling: "),
-    Rule(
-        needs=lambda run: not run.validation.sampling.autoguidance,
-        remedy="{validation.sampling.autoguidance=} needs a second network, which a run does not hold; give it to "
-        "`megadit generate`",
+    without_sampling(
+        "autoguidance", "needs a second network, which a run does not hold; give it to `megadit generate`"
     ),
-    Rule(
-        needs=lambda run: not run.validation.sampling.adapter_interval,
-        remedy="{validation.sampling.adapter_interval=} needs a bundle and a separate adapter; give it to "
-        "`megadit generate`",
-    ),
+    without_sampling("adapter_interval", "needs a bundle and a separate adapter; give it to `megadit generate`"),
     Rule(
         needs=lambda run: run.validation.sampling.image_guidance in (None, 1.0),
         remedy="{validation.sampling.image_guidance=} needs conditioning, and validation makes videos of prompts "
         "alone; give it to `megadit generate`",
     ),
-    Rule(
-        needs=lambda run: not run.validation.sampling.low_guidance,
-        remedy="{validation.sampling.low_guidance=} is for bundles with a high-noise and a low-noise expert; a run "
-        "trains one network",
+    without_sampling(
+        "low_guidance", "is for bundles with a high-noise and a low-noise expert; a run trains one network"
     ),
-    Rule(
-        needs=lambda run: not run.validation.sampling.cache_budget,
-        remedy="{validation.sampling.cache_budget=} needs a bundle and `megadit calibrate-cache`; give it to "
-        "`megadit generate`",
-    ),
+    without_sampling("cache_budget", "needs a bundle and `megadit calibrate-cache`; give it to `megadit generate`"),
     Rule(
         when=lambda run: run.validation.evaluate_interval > 0,
         needs=lambda run: (

@@ -57,14 +57,8 @@ class Network:
 
 
 def _named(name: str, *, sources: int, channels: int) -> Network:
-    config = NAMED_CONFIGS[name]
-    return Network(
-        sources=sources,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        channels=channels,
-    )
+    config, copied = NAMED_CONFIGS[name], ("num_layers", "hidden_size", "num_attention_heads")
+    return Network(sources=sources, channels=channels, **{field: getattr(config, field) for field in copied})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
