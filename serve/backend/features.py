@@ -6,6 +6,7 @@ numbers out.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -43,26 +44,13 @@ class FeatureModel:
     """Label of each number of a row, if any."""
 
 
-def _embedding_size(config: DiTConfig) -> int:
-    return config.text_tower.embedding_size
-
-
+_of_clip = partial(
+    FeatureModel, output="features", network=Matcher, width=lambda config: config.text_tower.embedding_size
+)
 MODELS: dict[Kind, dict[str, FeatureModel]] = {
     "clip": {
-        "image_to_features": FeatureModel(
-            input="image",
-            output="features",
-            network=Matcher,
-            compute=lambda matcher: matcher.pictures,
-            width=_embedding_size,
-        ),
-        "text_to_features": FeatureModel(
-            input="text",
-            output="features",
-            network=Matcher,
-            compute=lambda matcher: matcher.texts,
-            width=_embedding_size,
-        ),
+        "image_to_features": _of_clip(input="image", compute=lambda matcher: matcher.pictures),
+        "text_to_features": _of_clip(input="text", compute=lambda matcher: matcher.texts),
     },
     "classifier": {
         "image_to_classes": FeatureModel(

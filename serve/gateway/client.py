@@ -116,10 +116,8 @@ class GatewayClient:
             except CancelledError:
                 self._delete(video_id)
                 raise
-            except ServiceError as error:
+            except (ServiceError, UserError) as error:
                 raise type(error)(f"{error} (video {video_id})") from error
-            except UserError as error:
-                raise UserError(f"{error} (video {video_id})") from error
             except BaseException:  # the caller has left
                 self._delete(video_id)
                 raise

@@ -201,9 +201,7 @@ class _VideoTab:
     def _finished(self, take: Take, note: str = "") -> dict:
         return {
             self.stage: _finished_stage(take),
-            self.facts: view.facts(
-                take.again(), take.seconds, note, take.scores, variant=self.studio.described(take.variant)
-            ),
+            self.facts: _facts_of(self.studio, take, take.again(), note),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
             self.seed.number: take.request.seed,
@@ -266,9 +264,7 @@ class _CompareTab:
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
             else:
                 take = self.studio.keep(requests[side], event, variants[side])
-                facts = view.facts(
-                    take.request, take.seconds, scores=take.scores, variant=self.studio.described(take.variant)
-                )
+                facts = _facts_of(self.studio, take, take.request)
                 yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
         yield {self.make: gr.Button(interactive=True)}
 
@@ -282,6 +278,10 @@ def _canceller(studio: Studio) -> Callable[[gr.Request], None]:
 
 def _size(request: VideoRequest) -> view.Preset:
     return view.Preset(name="", num_frames=request.num_frames, height=request.height, width=request.width)
+
+
+def _facts_of(studio: Studio, take: Take, request: VideoRequest, note: str = "") -> str:
+    return view.facts(request, take.seconds, note, take.scores, variant=studio.described(take.variant))
 
 
 def _finished_stage(take: Take) -> str:

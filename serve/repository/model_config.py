@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from megadit.models.shared.cli.setting import check_settings, setting
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import INPUTS
+from megadit.serve.contract import INPUTS, Input
 from megadit.serve.events import DATA, EVENT
 from megadit.serve.service_info import ServiceInfo
 
@@ -84,35 +84,30 @@ def service_config(
     others: Mapping[str, str] = NO_OTHERS,
 ) -> str:
     """config.pbtxt of the model `name` with the service of `info`; `others` are parameters of the backend."""
-    return "\n".join(
-        [
-            "# Written by `megadit serve build-repository`. Numbers may be edited; the server reads them when it loads",
-            "# the model.",
-            f'name: "{name}"',
-            'backend: "python"',
-            f"max_batch_size: {scheduling.max_batch_size}",
-            "",
-            "# One request, a stream of responses: progress, then the videos.",
-            "model_transaction_policy { decoupled: true }",
-            "",
-            _inputs(),
-            "",
-            _outputs(),
-            "",
-            _dynamic_batching(scheduling),
-            "",
-            _instance_group(scheduling),
-            "",
-            _warmup(),
-            "",
-            "# Defaults, limits and other facts for clients.",
-            _parameter("service", info.to_json()),
-            _parameter("runtime", runtime),
-            _parameter("dtype", dtype),
-            *(_parameter(key, value) for key, value in (scheduling.parameters() | dict(others)).items()),
-            "",
-        ]
-    )
+    parameters = {"service": info.to_json(), "runtime": runtime, "dtype": dtype, **scheduling.parameters(), **others}
+    return f"""\
+# Written by `megadit serve build-repository`. Numbers may be edited; the server reads them when it loads
+# the model.
+name: "{name}"
+backend: "python"
+max_batch_size: {scheduling.max_batch_size}
+
+# One request, a stream of responses: progress, then the videos.
+model_transaction_policy {{ decoupled: true }}
+
+{_list("input", map(_input, INPUTS))}
+
+{_list("output", [_tensor(EVENT, "TYPE_STRING"), _tensor(DATA, "TYPE_UINT8", -1)])}
+
+{_dynamic_batching(scheduling)}
+
+{_instance_group(scheduling)}
+
+{_WARMUP}
+
+# Defaults, limits and other facts for clients.
+{_parameters(parameters)}
+"""
 
 
 def features_config(
@@ -128,39 +123,26 @@ def features_config(
     """config.pbtxt of the model `name`, which returns a row of `width` numbers for each `input`; the lines of the file
     `labels` name them."""
     named = f' label_filename: "{labels}"' if labels else ""
-    return "\n".join(
-        [
-            "# Written by `megadit serve build-repository`.",
-            f'name: "{name}"',
-            'backend: "python"',
-            f"max_batch_size: {scheduling.max_batch_size}",
-            _list("input", [f'  {{ name: "{input}" data_type: TYPE_STRING dims: [ 1 ] }}']),
-            _list("output", [f'  {{ name: "{output}" data_type: TYPE_FP32 dims: [ {width} ]{named} }}']),
-            _dynamic_batching(scheduling),
-            _instance_group(scheduling),
-            *(_parameter(key, value) for key, value in parameters.items()),
-            "",
-        ]
-    )
+    return f"""\
+# Written by `megadit serve build-repository`.
+name: "{name}"
+backend: "python"
+max_batch_size: {scheduling.max_batch_size}
+{_list("input", [_tensor(input, "TYPE_STRING")])}
+{_list("output", [_tensor(output, "TYPE_FP32", width, named)])}
+{_dynamic_batching(scheduling)}
+{_instance_group(scheduling)}
+{_parameters(parameters)}
+"""
 
 
-def _inputs() -> str:
-    def entry(each) -> str:
-        optional = "" if each.is_required else " optional: true"
-        dims = "dims: [ -1 ] allow_ragged_batch: true" if each.is_list else "dims: [ 1 ]"
-        return f'  {{ name: "{each.name}" data_type: {each.data_type} {dims}{optional} }}'
-
-    return _list("input", map(entry, INPUTS))
+def _input(each: Input) -> str:
+    ragged, optional = " allow_ragged_batch: true" * each.is_list, " optional: true" * (not each.is_required)
+    return _tensor(each.name, each.data_type, -1 if each.is_list else 1, ragged + optional)
 
 
-def _outputs() -> str:
-    return _list(
-        "output",
-        [
-            f'  {{ name: "{EVENT}" data_type: TYPE_STRING dims: [ 1 ] }}',
-            f'  {{ name: "{DATA}" data_type: TYPE_UINT8 dims: [ -1 ] }}',
-        ],
-    )
+def _tensor(name: str, data_type: str, size: int = 1, more: str = "") -> str:
+    return f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ]{more} }}'
 
 
 def _dynamic_batching(scheduling: Scheduling) -> str:
@@ -186,8 +168,7 @@ def _instance_group(scheduling: Scheduling) -> str:
     return f"instance_group [ {{ count: {scheduling.instances} {where} }} ]"
 
 
-def _warmup() -> str:
-    return """\
+_WARMUP = """\
 model_warmup [
   {
     name: "default settings"
@@ -197,9 +178,10 @@ model_warmup [
 ]"""
 
 
-def _parameter(key: str, value: str) -> str:
+def _parameters(values: Mapping[str, str]) -> str:
     # a JSON string is valid in the protobuf text format, since json escapes characters beyond ASCII
-    return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}'
+    shown = {key: json.dumps(value) for key, value in values.items()}
+    return "\n".join(f'parameters {{ key: "{key}" value {{ string_value: {text} }} }}' for key, text in shown.items())
 
 
 def parameter_in(config: str, key: str) -> str:

@@ -18,14 +18,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import check_own
 
 _PLATFORMS = {"onnx": ("onnxruntime_onnx", ".onnx"), "tensorrt": ("tensorrt_plan", ".plan")}
-_DATA_TYPES = {
-    "float32": "TYPE_FP32",
-    "float16": "TYPE_FP16",
-    "bfloat16": "TYPE_BF16",
-    "int32": "TYPE_INT32",
-    "int64": "TYPE_INT64",
-}
-
+_DATA_TYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64"}
 
 _MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
 
@@ -79,7 +72,7 @@ def network_config(spec: NetworkSpec, runtime: str, config: DiTConfig, precision
     """config.pbtxt of one network; its batch is a dynamic axis like the others. `precision` is that of denoisers."""
     platform, suffix = _PLATFORMS[runtime]
     inputs = ",\n".join(
-        f'  {{ name: "{tensor.name}" data_type: {_DATA_TYPES[tensor.dtype]} dims: [ {_dims(tensor.axes)} ] }}'
+        f'  {{ name: "{tensor.name}" data_type: TYPE_{_DATA_TYPES[tensor.dtype]} dims: [ {_dims(tensor.axes)} ] }}'
         for tensor in spec.inputs
     )
     is_for_gpus = runtime == "onnx" and spec.is_denoiser and precision in ("bf16", "fp8")
