@@ -94,7 +94,6 @@ SHORT = {
     "serve/forms.py": "shared by the gateway and the page",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/objectives/heads.py": "read by the plan, without Megatron",
-    "train/recipes/registry.py": "recipes register without importing one another",
     "train/checkpoints/sampling_defaults.py": "shared by validation and bundles",
 }
 """Why a file has fewer than 40 lines."""

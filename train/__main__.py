@@ -90,10 +90,9 @@ def _run(argv: list[str], *, debug: bool) -> int:
 
 def _warn_of_shared_store() -> None:
     """Warn that restarted ranks would find stale addresses in the store that torchrun shares over restarts."""
-    has_agents = (
-        int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    )
-    if has_agents and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    is_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    has_agents = int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
+    if has_agents and is_restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         print(
             "note: restarts on several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment",
             file=sys.stderr,
@@ -134,24 +133,14 @@ def _tune(config: RunConfig, options: TrainOptions) -> int:
     from megadit.train.plan.tune import tune
 
     gpu = find_gpu(options.gpu) if options.gpu else this_device(options.nproc)
-    tune(
-        config,
-        gpu,
-        ranks=options.nproc,
-        top=options.top,
-        steps=options.tune_steps,
-        seconds=options.tune_seconds,
-    )
+    tune(config, gpu, ranks=options.nproc, top=options.top, steps=options.tune_steps, seconds=options.tune_seconds)
     return 0
 
 
 def _train(config: RunConfig, *, even_if_too_large: bool) -> int:
-    import torch
+    from megadit.models.megatron import cpu_shim
 
-    if not torch.cuda.is_available():
-        from megadit.models.megatron import cpu_shim
-
-        cpu_shim.install()  # before anything imports Megatron
+    cpu_shim.install()  # before anything imports Megatron; does nothing on a GPU
     from megadit.train.engine.loop import train
 
     train(config, even_if_too_large=even_if_too_large)
@@ -216,8 +205,7 @@ def with_epochs(config: RunConfig) -> RunConfig:
 
 
 def _require_a_size(config: RunConfig) -> None:
-    path = config.data.path
-    why = None
+    path, why = config.data.path, None
     if config.data.mock:
         why = "data.mock=true has no end"
     elif path is None:

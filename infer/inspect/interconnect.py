@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megadit.models.machine import synchronize
 from megadit.models.megatron.interfaces import name_gloos_interface
 from megadit.models.megatron.launch import launch
 
@@ -272,16 +273,11 @@ def _device() -> torch.device:
 
 
 def _seconds(function, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     function()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _first_line(error: Exception) -> str:

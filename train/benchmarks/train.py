@@ -64,12 +64,9 @@ def _run(argv: list[str], *, debug: bool) -> int:
         check_inputs(config)
     if options.nproc:
         return launch("megadit.train.benchmarks.train", for_ranks, num_processes=options.nproc)
-    import torch
+    from megadit.models.megatron import cpu_shim
 
-    if not torch.cuda.is_available():
-        from megadit.models.megatron import cpu_shim
-
-        cpu_shim.install()  # before anything imports Megatron
+    cpu_shim.install()  # before anything imports Megatron; does nothing on a GPU
     with tempfile.TemporaryDirectory() as folder:
         run = replace(config, train=replace(config.train, output_dir=folder))
         measurements, about = _measure(run, options)

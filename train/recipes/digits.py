@@ -2,18 +2,8 @@
 
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DiffusionConfig,
-    EmaConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
-from megadit.train.config.upkeep import SamplingConfig
-from megadit.train.recipes.registry import recipe, variant
+from megadit.train.config.schema import RunConfig
+from megadit.train.recipes.registry import recipe, run_of, variant
 
 
 @recipe
@@ -25,10 +15,9 @@ def digits() -> RunConfig:
     Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48), 3.7 million in all.
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    return RunConfig(
-        recipe="digits",
+    return run_of(
         model=NAMED_CONFIGS["digits"],
-        data=DataConfig(
+        data=dict(
             seq_length=1920,
             text_seq_length=384,
             global_batch_size=2,
@@ -38,21 +27,17 @@ def digits() -> RunConfig:
             text_dropout=0.1,
             mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
         ),
-        train=TrainConfig(train_iters=960, precision="fp32", matmul_precision="bf16", log_interval=25),
-        diffusion=DiffusionConfig(p_mean=0.6, p_std=1.4, learned_uncertainty=True),
-        optimizer=OptimizerConfig(
-            optimizer="muon", lr=1.2e-2, adam_beta2=0.99, lr_warmup_iters=50, lr_decay_style="linear"
-        ),
-        ema=EmaConfig(sigma_rels=(0.05, 0.10)),
-        checkpoint=CheckpointConfig(save_interval=480, keep_last=2),
+        train=dict(train_iters=960, precision="fp32", matmul_precision="bf16", log_interval=25),
+        diffusion=dict(p_mean=0.6, p_std=1.4, learned_uncertainty=True),
+        optimizer=dict(optimizer="muon", lr=1.2e-2, adam_beta2=0.99, lr_warmup_iters=50, lr_decay_style="linear"),
+        ema=dict(sigma_rels=(0.05, 0.10)),
+        checkpoint=dict(save_interval=480, keep_last=2),
         # few large steps, each with new noise: at this size second-order or deterministic solvers draw digits that
         # change more in motion (found by `megadit tune-sampler`: infer/BENCHMARKS.md)
-        validation=ValidationConfig(
+        validation=dict(
             interval=480,
             num_batches=4,
-            sampling=SamplingConfig(
-                sampler="consistency", num_steps=5, sigmas=(80.0, 6.0, 2.0, 0.8, 0.3), guidance=3.0
-            ),
+            sampling=dict(sampler="consistency", num_steps=5, sigmas=(80.0, 6.0, 2.0, 0.8, 0.3), guidance=3.0),
         ),
     )
 
@@ -87,7 +72,6 @@ def digits_dreambooth() -> RunConfig:
         data=dict(
             seq_length=768,
             text_seq_length=256,
-            global_batch_size=2,
             packing_buffer_size=64,
             shuffle_buffer_size=64,
             text_dropout=0.0,  # with dropout, guidance would lead every prompt away from the subject
@@ -96,10 +80,8 @@ def digits_dreambooth() -> RunConfig:
         ),
         train=dict(train_iters=200, adapter=AdapterConfig(rank=4)),
         diffusion=dict(learned_uncertainty=False),
-        optimizer=OptimizerConfig(
-            optimizer="adamw", lr=7e-3, adam_beta2=0.99, weight_decay=0.0, lr_warmup_iters=10, lr_decay_style="linear"
-        ),
-        ema=EmaConfig(sigma_rels=()),
+        optimizer=dict(optimizer="adamw", lr=7e-3, weight_decay=0.0, lr_warmup_iters=10),
+        ema=dict(sigma_rels=()),
         checkpoint=dict(save_interval=100),
         validation=dict(interval=0),
     )
@@ -131,13 +113,8 @@ def digits_conditioned() -> RunConfig:
         ),
         train=dict(train_iters=1300),
         optimizer=dict(lr=6e-3),
-        ema=EmaConfig(sigma_rels=(0.05,)),
-        validation=dict(
-            interval=650,
-            sampling=SamplingConfig(
-                sampler="consistency", num_steps=6, sigmas=(80.0, 8.0, 3.0, 1.0, 0.5, 0.2), guidance=2.0
-            ),
-        ),
+        ema=dict(sigma_rels=(0.05,)),
+        validation=dict(interval=650, sampling=dict(num_steps=6, sigmas=(80.0, 8.0, 3.0, 1.0, 0.5, 0.2), guidance=2.0)),
     )
 
 

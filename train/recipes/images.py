@@ -8,19 +8,9 @@ twice as strong (`diffusion.shift_tokens`).
 """
 
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DiffusionConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
-from megadit.train.config.upkeep import SamplingConfig
+from megadit.train.config.schema import RunConfig
 from megadit.train.recipes.digits import digits
-from megadit.train.recipes.registry import recipe, variant
+from megadit.train.recipes.registry import recipe, run_of, variant
 
 LONGEST_TEXT = 77
 """Tokens of CLIP."""
@@ -37,10 +27,9 @@ def image_xl_256() -> RunConfig:
     Tokens: 2.1 million a step (8,192 images in 256 packs of 8,192).
     Memory: 15 GiB a rank.
     """
-    return RunConfig(
-        recipe="image_xl_256",
+    return run_of(
         model=NAMED_CONFIGS["image_xl"],
-        data=DataConfig(
+        data=dict(
             seq_length=32 * 256,
             text_seq_length=32 * LONGEST_TEXT,
             global_batch_size=256,
@@ -49,14 +38,12 @@ def image_xl_256() -> RunConfig:
             text_dropout=0.1,
             mock_latent_shapes=((1, 32, 32),),
         ),
-        train=TrainConfig(train_iters=83_000),
-        diffusion=DiffusionConfig(shift_tokens=256),
-        optimizer=OptimizerConfig(
-            lr=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_warmup_iters=10_000, lr_decay_style="constant"
-        ),
-        parallel=ParallelConfig(data_parallel="distributed_optimizer"),
-        checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
-        validation=ValidationConfig(interval=1000, num_batches=8, sampling=SamplingConfig(guidance=7.5)),
+        train=dict(train_iters=83_000),
+        diffusion=dict(shift_tokens=256),
+        optimizer=dict(lr=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_warmup_iters=10_000, lr_decay_style="constant"),
+        parallel=dict(data_parallel="distributed_optimizer"),
+        checkpoint=dict(save_interval=1000, keep_last=3),
+        validation=dict(interval=1000, num_batches=8, sampling=dict(guidance=7.5)),
     )
 
 

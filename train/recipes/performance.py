@@ -8,18 +8,9 @@ batch size; 256 packs, as in their example command, are assumed. There are no EM
 from dataclasses import replace
 
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EmaConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
+from megadit.train.config.schema import ParallelConfig, RunConfig
 from megadit.train.recipes.pretrain import TP2
-from megadit.train.recipes.registry import recipe, variant
+from megadit.train.recipes.registry import recipe, run_of, variant
 
 
 @recipe
@@ -31,17 +22,16 @@ def performance_7b_8k_baseline() -> RunConfig:
     Tokens: 2.1 million a step (256 packs of 8,192).
     Memory: 150 GiB a rank.
     """
-    return RunConfig(
-        recipe="performance_7b_8k_baseline",
+    return run_of(
         model=replace(NAMED_CONFIGS["dit_7b"], family="nemo"),
-        data=DataConfig(
+        data=dict(
             mock=True, seq_length=8192, text_seq_length=512, global_batch_size=256, mock_latent_shapes=((32, 32, 32),)
         ),
-        train=TrainConfig(train_iters=20, log_interval=1),
-        optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
-        ema=EmaConfig(sigma_rels=()),
-        checkpoint=CheckpointConfig(save_interval=1_000_000),
-        validation=ValidationConfig(interval=0),
+        train=dict(train_iters=20, log_interval=1),
+        optimizer=dict(lr=1e-4, lr_decay_style="constant"),
+        ema=dict(sigma_rels=()),
+        checkpoint=dict(save_interval=1_000_000),
+        validation=dict(interval=0),
     )
 
 

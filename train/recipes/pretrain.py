@@ -7,17 +7,8 @@ from dataclasses import replace
 
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
-from megadit.train.config.upkeep import SamplingConfig
-from megadit.train.recipes.registry import recipe, variant
+from megadit.train.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from megadit.train.recipes.registry import recipe, run_of, variant
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer")
 """Layout of NeMo's joint image and video runs."""
@@ -32,15 +23,14 @@ def pretrain_xl() -> RunConfig:
     Tokens: 65,536 a step (32 packs of 2,048). The original names no last step; 500,000 is ours.
     Memory: 20 GiB a rank.
     """
-    return RunConfig(
-        recipe="pretrain_xl",
+    return run_of(
         model=NAMED_CONFIGS["dit_xl"],
-        data=DataConfig(seq_length=2048, text_seq_length=4096, global_batch_size=32, num_workers=8, text_dropout=0.2),
-        train=TrainConfig(train_iters=500_000, log_interval=1),
-        optimizer=OptimizerConfig(lr=1e-4, adam_beta2=0.999, lr_decay_style="constant"),
-        checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
+        data=dict(seq_length=2048, text_seq_length=4096, global_batch_size=32, num_workers=8, text_dropout=0.2),
+        train=dict(train_iters=500_000, log_interval=1),
+        optimizer=dict(lr=1e-4, adam_beta2=0.999, lr_decay_style="constant"),
+        checkpoint=dict(save_interval=1000, keep_last=3),
         # NeMo writes cond + 7 (cond - uncond), which is a guidance of 8 here.
-        validation=ValidationConfig(interval=1000, num_batches=1, sampling=SamplingConfig(guidance=8.0)),
+        validation=dict(interval=1000, num_batches=1, sampling=dict(guidance=8.0)),
     )
 
 
@@ -77,9 +67,7 @@ def pretrain_7b() -> RunConfig:
             use_train_split_for_val=True,
             mock_latent_shapes=((1, 32, 32),),
         ),
-        optimizer=OptimizerConfig(
-            lr=1e-4, weight_decay=0.1, adam_beta2=0.95, lr_warmup_iters=100, lr_decay_style="constant"
-        ),
+        optimizer=dict(weight_decay=0.1, adam_beta2=0.95, lr_warmup_iters=100),
         parallel=dict(data_parallel="distributed_optimizer"),
     )
 
@@ -119,7 +107,6 @@ def pretrain_7b_256p_joint() -> RunConfig:
         pretrain_7b(),
         data=dict(
             seq_length=8192,
-            text_seq_length=512,
             micro_batch_size=1,
             global_batch_size=256,
             packing_buffer_size=1,
@@ -239,19 +226,12 @@ def dit_pretrain() -> RunConfig:
     Tokens: 122,880 a step (8 packs of 15,360), 1.2 billion in all.
     Memory: 37 GiB a rank.
     """
-    return RunConfig(
-        recipe="dit_pretrain",
-        model=NAMED_CONFIGS["dit_xl"],
-        data=DataConfig(
-            seq_length=15_360,
-            text_seq_length=15_360,
-            global_batch_size=8,
-            num_workers=20,
-            packing_buffer_size=100,
-            text_dropout=0.2,
+    return variant(
+        pretrain_xl(),
+        data=dict(
+            seq_length=15_360, text_seq_length=15_360, global_batch_size=8, num_workers=20, packing_buffer_size=100
         ),
-        train=TrainConfig(train_iters=10_000, log_interval=10),
+        train=dict(train_iters=10_000, log_interval=10),
         optimizer=OptimizerConfig(lr=9e-5, min_lr=9e-6, weight_decay=0.1, lr_warmup_iters=2000),
-        checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
-        validation=ValidationConfig(interval=1000, num_batches=32, sampling=SamplingConfig(guidance=8.0)),
+        validation=dict(num_batches=32),
     )

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any, TypeVar, get_type_hints
 
 from megadit.train.config.schema import RunConfig
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {}
 Config = TypeVar("Config")
+_hints = cache(get_type_hints)
 
 
 def recipe(function: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
@@ -21,6 +22,17 @@ def recipe(function: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
 
     RECIPES[name] = named
     return named
+
+
+def run_of(**sections: Any) -> RunConfig:
+    """A run of these sections, each a mapping; values that are left out have their defaults."""
+    return _built(RunConfig, {"recipe": "", **sections})
+
+
+def _built(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    kinds, built = _hints(kind), dict(values)
+    built |= {name: _built(kinds[name], each) for name, each in values.items() if isinstance(each, Mapping)}
+    return kind(**built)
 
 
 def variant(config: Config, **changes: Any) -> Config:

@@ -18,7 +18,7 @@ def shapes() -> RunConfig:
     return variant(
         digits(),
         model=NAMED_CONFIGS["shapes"],
-        data=dict(text_seq_length=768, mock_latent_shapes=((1, 4, 4), (3, 4, 4)), conditioning=("first_frame:0.15",)),
+        data=dict(text_seq_length=768, conditioning=("first_frame:0.15",)),
         train=dict(train_iters=1200),
         validation=dict(
             interval=600,

@@ -5,17 +5,8 @@ reader here makes, and for label smoothing in the place of its mixup, which is `
 """
 
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EmaConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
-from megadit.train.recipes.registry import recipe, variant
+from megadit.train.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from megadit.train.recipes.registry import recipe, run_of, variant
 
 
 @recipe
@@ -27,10 +18,9 @@ def vit_b_16() -> RunConfig:
     Tokens: 201,728 a step (1,024 images of 197 in 16 packs).
     Memory: 4.7 GiB a rank.
     """
-    return RunConfig(
-        recipe="vit_b_16",
+    return run_of(
         model=NAMED_CONFIGS["vit_b_16"],
-        data=DataConfig(
+        data=dict(
             seq_length=64 * 197,
             text_seq_length=64,
             global_batch_size=16,
@@ -41,12 +31,12 @@ def vit_b_16() -> RunConfig:
             encode="on_the_fly",
             mock_latent_shapes=((1, 224, 224),),
         ),
-        train=TrainConfig(train_iters=112_600, label_smoothing=0.1),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, adam_beta2=0.999, lr_warmup_iters=10_000),
-        ema=EmaConfig(sigma_rels=(0.05,)),
-        parallel=ParallelConfig(data_parallel="distributed_optimizer"),
-        checkpoint=CheckpointConfig(save_interval=2500),
-        validation=ValidationConfig(interval=2500, num_batches=782),
+        train=dict(train_iters=112_600, label_smoothing=0.1),
+        optimizer=dict(lr=1e-3, weight_decay=0.1, adam_beta2=0.999, lr_warmup_iters=10_000),
+        ema=dict(sigma_rels=(0.05,)),
+        parallel=dict(data_parallel="distributed_optimizer"),
+        checkpoint=dict(save_interval=2500),
+        validation=dict(interval=2500, num_batches=782),
     )
 
 

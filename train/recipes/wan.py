@@ -4,22 +4,12 @@ import math
 
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.named import NAMED_CONFIGS
-from megadit.train.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DiffusionConfig,
-    EmaConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
-from megadit.train.config.upkeep import SamplingConfig
-from megadit.train.recipes.registry import recipe, variant
+from megadit.train.config.schema import ParallelConfig, RunConfig
+from megadit.train.recipes.registry import recipe, run_of, variant
 
 SHIFT = 3.0
 """Shift of the noise levels for clips of 480 x 832, as Wan samples them."""
+_UNIFORM = dict(noise_levels="uniform", p_mean=math.log(SHIFT), p_std=1.0)
 
 
 @recipe
@@ -31,28 +21,25 @@ def wan_1_3b() -> RunConfig:
     Tokens: 524,288 a step (16 packs of 32,768), 1.0 billion in all.
     Memory: 16 GiB a rank.
     """
-    return RunConfig(
-        recipe="wan_1_3b",
+    return run_of(
         model=NAMED_CONFIGS["wan_1_3b"],
-        data=DataConfig(
+        data=dict(
             seq_length=32_768,
             text_seq_length=4096,
             global_batch_size=16,
             packing_buffer_size=100,
             mock_latent_shapes=((21, 60, 104), (1, 60, 104)),
         ),
-        train=TrainConfig(train_iters=2000),
-        diffusion=DiffusionConfig(p_mean=math.log(SHIFT), p_std=1.0),
-        optimizer=OptimizerConfig(lr=1e-5, adam_beta2=0.95, weight_decay=0.01, lr_warmup_iters=100),
-        ema=EmaConfig(sigma_rels=(0.05,)),
-        parallel=ParallelConfig(data_parallel="distributed_optimizer", recompute_granularity="full"),
-        checkpoint=CheckpointConfig(save_interval=500, keep_last=2),
-        validation=ValidationConfig(
+        train=dict(train_iters=2000),
+        diffusion=dict(p_mean=math.log(SHIFT), p_std=1.0),
+        optimizer=dict(lr=1e-5, adam_beta2=0.95, weight_decay=0.01, lr_warmup_iters=100),
+        ema=dict(sigma_rels=(0.05,)),
+        parallel=dict(data_parallel="distributed_optimizer", recompute_granularity="full"),
+        checkpoint=dict(save_interval=500, keep_last=2),
+        validation=dict(
             interval=500,
             num_batches=8,
-            sampling=SamplingConfig(
-                sampler="unipc", schedule="flow", sigma_max=999.0, shift=SHIFT, num_steps=50, guidance=5.0
-            ),
+            sampling=dict(sampler="unipc", schedule="flow", sigma_max=999.0, shift=SHIFT, num_steps=50, guidance=5.0),
         ),
     )
 
@@ -73,7 +60,7 @@ def wan_14b_lora() -> RunConfig:
         data=dict(global_batch_size=8),
         train=dict(train_iters=500, adapter=AdapterConfig(rank=32)),
         optimizer=dict(lr=1e-4, weight_decay=0.0),
-        ema=EmaConfig(sigma_rels=()),
+        ema=dict(sigma_rels=()),
         parallel=ParallelConfig(
             tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2, recompute_granularity="full"
         ),
@@ -134,9 +121,7 @@ def wan_1_3b_sft_config() -> RunConfig:
     Tokens: 65,536 a step (2 packs of 32,768), 655 million in all.
     Memory: 19 GiB a rank.
     """
-    return variant(
-        wan_1_3b_pretrain_config(), diffusion=dict(noise_levels="uniform", p_mean=math.log(SHIFT), p_std=1.0)
-    )
+    return variant(wan_1_3b_pretrain_config(), diffusion=_UNIFORM)
 
 
 @recipe
@@ -149,4 +134,4 @@ def wan_14b_sft_config() -> RunConfig:
     Tokens: 32,768 a step (1 pack), 328 million in all.
     Memory: 71 GiB a rank.
     """
-    return variant(wan_14b_pretrain_config(), diffusion=dict(noise_levels="uniform", p_mean=math.log(SHIFT), p_std=1.0))
+    return variant(wan_14b_pretrain_config(), diffusion=_UNIFORM)
