@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.resources import available_cores
@@ -81,14 +80,10 @@ class DoctorOptions:
     nproc: int | None = setting(None, "ranks for --distributed (default: one for each GPU)", low=1, metavar="N")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(DoctorOptions, prog="megadit doctor", description=__doc__)
+def main(options: DoctorOptions) -> int:
     """Prints the table and exits with 0, even if something is missing; `--distributed` and `--extras` exit with 1 for
     a fault."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(DoctorOptions, argv, prog="megadit doctor", description=__doc__)
     if options.nproc is not None and not options.distributed:
         raise UserError(f"--nproc={options.nproc} needs --distributed")
     if options.distributed:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from megadit.models.convert.adapters.files import is_adapter, open_adapter, read
 from megadit.models.convert.adapters.names import split_key
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting, settings_of
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
@@ -57,13 +55,9 @@ class InfoOptions:
     html: Path | None = setting(None, "write an HTML page of a run, or of a dataset's kept and omitted samples")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(InfoOptions, prog="megadit info", description=__doc__)
+def main(options: InfoOptions) -> None:
     """Prints a table about PATH; the exit code is 2 if megadit did not write it."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(InfoOptions, argv, prog="megadit info", description=__doc__)
     facts = describe(options.path)
     if options.verify:
         if "dataset" not in facts:
@@ -83,7 +77,6 @@ def _run(argv: list[str]) -> int:
         print(json.dumps(facts, indent=2, default=str))
     else:
         Console().print(_table(facts if options.all else in_force(facts)))
-    return 0
 
 
 def write_page(path: Path, page: Path, facts: Facts) -> None:

@@ -19,7 +19,6 @@ training goes on from its own weights.
 
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,8 +34,8 @@ from megadit.models.bundle import Bundle
 from megadit.models.convert.merging.average import average_bundles
 from megadit.models.diffusion.settings import OF_ADAPTERS, PartialSettings
 from megadit.models.megatron.launch import launch
-from megadit.models.shared.cli.command import run_command, run_module
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
@@ -158,20 +157,16 @@ class Policy:
         return self.adapter or self.bundle
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    RewardOptions,
+    is_run=True,
+    groups=GROUPS,
+    examples=EXAMPLES,
+    prog="megadit reward",
+    description="Teaches a bundle what a scorer rewards (DiffusionNFT, Flow-GRPO).",
+)
+def main(options: RewardOptions) -> None:
     """Runs `megadit reward`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv, is_run=True)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        RewardOptions,
-        argv,
-        groups=GROUPS,
-        examples=EXAMPLES,
-        prog="megadit reward",
-        description="Teaches a bundle what a scorer rewards (DiffusionNFT, Flow-GRPO).",
-    )
     options.scoring.check()
     refuse(not options.prompts, "give --prompts FILE, a text file with a prompt per line")
     refuse(options.policy_decay and options.adapter_rank, "--policy_decay averages networks: leave out --adapter_rank")
