@@ -178,9 +178,8 @@ def _distill(options: DistillOptions) -> None:
                 _make_trajectories(options, teacher)
             run_module("megadit.train", *run.command)
             scale = embedded_scale(teacher.defaults, guidance_embedding_range)
-            settings = student_settings(
-                STAGES[name].sampler, sigmas, scale, options.noise_scale or teacher.defaults.noise_scale
-            )
+            noise_scale = options.noise_scale or teacher.defaults.noise_scale
+            settings = student_settings(STAGES[name].sampler, sigmas, scale, noise_scale)
             write_student(student, teacher, settings)
         elif options.noise_scale:
             _begin_with(student, options.noise_scale)
@@ -197,11 +196,8 @@ def _distill(options: DistillOptions) -> None:
         before = student
     out = options.out / _result(options)
     publish(before, out)
-    how = (
-        "without guidance"
-        if guidance_embedding_range is None
-        else f"at any guidance from {guidance_embedding_range[0]:g} to {guidance_embedding_range[1]:g}"
-    )
+    scales = guidance_embedding_range
+    how = "without guidance" if scales is None else f"at any guidance from {scales[0]:g} to {scales[1]:g}"
     next_step = f"megadit generate --checkpoint_path {teacher.path} --adapter {out}, or bundle --merge"
     next_step = next_step if options.adapter_rank else "export and serve it"
     print(f"{out}: {len(sigmas)} sampling steps, {how}; {next_step}")
@@ -312,10 +308,8 @@ def _runs(
     for number, name in enumerate(stages, start=1):
         folder, of_regression = options.out / f"{number}_{name}", []
         if STAGES[name].is_regression:
-            of_regression = [
-                *REGRESSION_OVERRIDES,
-                f"data.path={options.pairs or options.out / REGRESSION_DATA / DATASET}",
-            ]
+            data = options.pairs or options.out / REGRESSION_DATA / DATASET
+            of_regression = [*REGRESSION_OVERRIDES, f"data.path={data}"]
         of_all, of_stage = overrides_of(options.overrides, name)
         overrides = [
             *model_overrides(model, plain),
