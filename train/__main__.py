@@ -149,9 +149,8 @@ def _train(config: RunConfig, *, even_if_too_large: bool) -> int:
 
 def _parse(argv: list[str]) -> TrainOptions:
     width = max(map(len, RECIPES))
-    recipes = "\n".join(
-        f"  {name:{width}}  {(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
-    )
+    names = sorted(RECIPES, key=lambda name: not name.startswith("digits"))  # first what two CPU cores train in minutes
+    recipes = "\n".join(f"  {name:{width}}  {(RECIPES[name].__doc__ or '').partition(chr(10))[0]}" for name in names)
     options = read_options(
         TrainOptions,
         argv,
