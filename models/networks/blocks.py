@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 MakeMLP = Callable[[BlockConfig], nn.Module]
-"""Makes the module in the place of a block's MLP (`experts.build_mlp`)."""
+"""Makes the module in the place of a block's MLP: `MLP` or `experts.ExpertMLP`."""
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import AxialInputs, Rotary
 from megadit.models.networks.axial import axial_inputs
-from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack, FinalLayer
+from megadit.models.networks.blocks import BLOCKS, MLP, BlockInputs, BlockStack, FinalLayer
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.embeddings import (
     ClassEmbedder,
@@ -35,7 +35,7 @@ from megadit.models.networks.embeddings import (
     sincos_table,
     unpatchify,
 )
-from megadit.models.networks.experts import build_mlp
+from megadit.models.networks.experts import ExpertMLP
 from megadit.models.networks.modulation import SharedModulation
 from megadit.models.ops.fusion import two_or_more
 from megadit.models.ops.reference import Linear
@@ -68,7 +68,8 @@ class Chunk(NamedTuple):
         """The chunk's blocks, by their global indices."""
         size, make_block = config.num_layers // self.count, BLOCKS[config.structure.block]
         here = range(self.index * size, (self.index + 1) * size)
-        return BlockStack({str(index): make_block(config, build_mlp) for index in here})
+        make_mlp = ExpertMLP if config.experts.num_experts else MLP
+        return BlockStack({str(index): make_block(config, make_mlp) for index in here})
 
 
 WHOLE_NETWORK = Chunk()

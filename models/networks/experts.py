@@ -190,8 +190,3 @@ class ExpertMLP(nn.Module):
             if group.is_padding:
                 chosen_SBE[group.start : group.stop] = False
         return chosen_SBE
-
-
-def build_mlp(config: BlockConfig) -> nn.Module:
-    """The MLP of a block, or the experts that replace it."""
-    return ExpertMLP(config) if config.experts.num_experts else MLP(config)
