@@ -1,5 +1,6 @@
 """Public and private IP addresses, URLs without their passwords, and the certificates of HTTPS."""
 
+import errno
 import ipaddress
 import re
 import socket
@@ -87,8 +88,14 @@ def check_free(host: str, port: int, flag: str, name: str = "") -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            what = f"{host}:{port}{name and f' ({name})'}"
-            raise UserError(f"{what} cannot be used: {error.strerror}; {flag} takes another") from error
+            raise port_error(host, port, flag, error, name) from error
+
+
+def port_error(host: str, port: int, flag: str, error: OSError, name: str = "") -> UserError:
+    """Of a port that `error` keeps from being used; `flag` is the option for another one."""
+    who = f", and `ss -ltnp sport = :{port}` says who has this one" if error.errno == errno.EADDRINUSE else ""
+    what = f"{host}:{port}{name and f' ({name})'}"
+    return UserError(f"{what} cannot be used: {error.strerror}; {flag} takes another{who}")
 
 
 @cache

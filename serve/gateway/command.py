@@ -13,6 +13,7 @@ from typing import Literal
 
 import uvicorn
 
+from megadit.models.shared.addresses import port_error
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, port_setting, setting
 from megadit.models.shared.errors import UserError
@@ -136,7 +137,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise UserError(f"{host}:{port} cannot be used: {error.strerror}; --port takes another") from error
+        raise port_error(host, port, "--port", error) from error
     return listening
 
 

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.addresses import port_error
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.store.database import in_a_line
 
@@ -116,7 +116,5 @@ def serve_metrics(metrics: Metrics, host: str, port: int) -> None:
     try:
         server = make_server(host, port, make_wsgi_app(metrics.registry), _Server, _Handler)
     except OSError as error:
-        raise UserError(
-            f"{host}:{port} (metrics) cannot be used: {error.strerror}; --metrics_port takes another"
-        ) from error
+        raise port_error(host, port, "--metrics_port", error, "metrics") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

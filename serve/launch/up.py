@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megadit.models.shared.addresses import check_free
 from megadit.models.shared.cli.command import entry_point, python_module
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import port_setting, setting
@@ -309,4 +310,5 @@ def gateway_process(
         start_seconds=_START_SECONDS,
         stop_seconds=stop_seconds,
         log=log,
+        prepare=partial(check_free, host, port, "--port"),  # else whoever has it would pass for this gateway
     )

@@ -116,6 +116,14 @@ def test_a_gateway_drains_and_may_be_started_again_and_is_ended_where_it_hangs(t
     assert not process.is_alive()
 
 
+def test_another_s_gateway_is_not_taken_for_the_own_one(tmp_path):
+    """It answers at the port as ours would."""
+    port = Ports.free().http
+    with owned(tmp_path, "--name=one", port=port):
+        with pytest.raises(UserError, match=f"--port takes another, and `ss -ltnp sport = :{port}` says who"):
+            owned(tmp_path, "--name=two", port=port).__enter__()
+
+
 def test_a_client_that_is_gone_without_a_word_is_noticed(monkeypatch):
     monkeypatch.setattr(command, "_SECONDS_UNTIL_GONE", 7.5)
     with contextlib.closing(command._listen("127.0.0.1", 0)) as listening:
