@@ -92,7 +92,7 @@ def check_free(host: str, port: int, flag: str, name: str = "") -> None:
 
 
 def port_error(host: str, port: int, flag: str, error: OSError, name: str = "") -> UserError:
-    """Of a port that `error` keeps from being used; `flag` is the option for another one."""
+    """The error of a port that cannot be used; `flag` is the option for another one."""
     who = f", and `ss -ltnp sport = :{port}` says who has this one" if error.errno == errno.EADDRINUSE else ""
     what = f"{host}:{port}{name and f' ({name})'}"
     return UserError(f"{what} cannot be used: {error.strerror}; {flag} takes another{who}")

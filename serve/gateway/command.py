@@ -9,11 +9,12 @@ import threading
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import uvicorn
 
 from megadit.models.shared.addresses import port_error
+from megadit.models.shared.cli.command import ending_signals
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, port_setting, setting
 from megadit.models.shared.errors import UserError
@@ -72,7 +73,7 @@ EXAMPLES = (
     description="The video API (/v1/videos) in front of one or several Triton servers.",
 )
 def main(options: GatewayOptions) -> int:
-    """Serves until a signal (Ctrl-C, SIGTERM), then drains; a second signal ends it at once."""
+    """Serves until a signal to end, then drains; a second signal ends it at once."""
     slots = options.gateway.slots * len(options.gateway.servers)
     door = Door(most_connections(options.max_connections, slots=slots))
     listening = _listen(options.host, options.port)
@@ -102,8 +103,14 @@ def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_secon
     server = uvicorn.Server(config)
     web = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="web", daemon=True)
     notified = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _end_at_once() if notified.is_set() else notified.set())
+
+    def end(number: int, _: Any) -> None:
+        if notified.is_set() and number != signal.SIGHUP:  # a closed terminal sends that several times
+            _end_at_once()
+        notified.set()
+
+    for number in ending_signals():
+        signal.signal(number, end)
     signal.signal(signal.SIGUSR1, lambda *_: gateway.runner.pause())
     signal.signal(signal.SIGUSR2, lambda *_: gateway.runner.resume())
     web.start()

@@ -2,11 +2,11 @@
 
 import os
 import shlex
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megadit.models.shared.cli.command import interrupt_at_ending_signals
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
@@ -52,7 +52,7 @@ class RunOptions:
 
 @command(RunOptions, is_run=True, prog="megadit serve run", description=__doc__)
 def main(options: RunOptions) -> int:
-    """Runs the server until a signal (Ctrl-C, SIGTERM); returns the exit code."""
+    """Runs the server until a signal to end; returns the exit code."""
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)
     models = options.models or ("*",)
     if options.docker:
@@ -71,7 +71,7 @@ def main(options: RunOptions) -> int:
         check_memory(options.repository, models)
     secret = control_secret(options.control_secret, even_if_others_see_it=options.even_if_others_see_it)
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_at_ending_signals()
     try:
         return keep_running(server.process, report=print_on_stderr)
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from megadit.models.shared.addresses import check_free
-from megadit.models.shared.cli.command import entry_point, python_module
+from megadit.models.shared.cli.command import ending_signals, entry_point, python_module
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
@@ -76,7 +76,7 @@ class UpOptions:
 
 @partial(entry_point, is_run=True)
 def main(argv: list[str]) -> int:
-    """Runs both until a signal (Ctrl-C, SIGTERM); returns the exit code."""
+    """Runs both until a signal to end; returns the exit code."""
     place = argv.index("--") if "--" in argv else len(argv)
     options = read_options(
         UpOptions,
@@ -205,7 +205,7 @@ def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], No
             failed.append(error)
             stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, lambda *_: stopping.set())
     threads = [threading.Thread(target=keep, args=[server], name=server.name) for server in servers]
     for thread in threads:

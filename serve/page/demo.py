@@ -4,7 +4,6 @@ If no service runs, one is started on the bundle of `make demo`, and stopped wit
 """
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.shared.addresses import check_free
+from megadit.models.shared.cli.command import interrupt_at_ending_signals
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import port_setting, setting
 from megadit.models.shared.errors import UserError
@@ -49,9 +49,9 @@ class PageOptions:
 
 @command(PageOptions, is_run=True, prog="megadit serve demo", description=__doc__)
 def main(options: PageOptions) -> int:
-    """Serves the page until a signal (Ctrl-C, SIGTERM); returns the exit code."""
+    """Serves the page until a signal to end; returns the exit code."""
     check_free(options.host, options.port, "--port")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_at_ending_signals()
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
         client = stack.enter_context(_client(options))

@@ -84,17 +84,19 @@ def test_a_first_start_that_fails_is_told_at_once():
 def signals(monkeypatch):
     """Looked for often; puts back what handled them."""
     monkeypatch.setattr(up, "_SECONDS_BETWEEN_LOOKS", 0.02)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def test_a_server_that_starts_when_it_is_told_to_stop_is_stopped(signals):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_server_that_starts_when_it_is_told_to_stop_is_stopped(signals, number):
     """The signal comes between the last look at it and the start of the process."""
 
     def prepare():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(0.5)  # long enough for the first attempt to stop what is not there yet
 
     sleeper = OwnedProcess(
@@ -159,6 +161,26 @@ def test_a_service_goes_on_without_a_reader_of_its_log(name):
     done = subprocess.run([sys.executable, "-c", program + COMMANDS[name]], stderr=write)
     os.close(write)
     assert done.returncode == 7
+
+
+ENDED = {
+    "run": "run.check_memory = run.LocalServer = MagicMock(); run.keep_running = hang_up; sys.exit(run.main(['m']))",
+    "demo": "demo.check_free = MagicMock(); demo._client = hang_up; sys.exit(demo.main([]))",
+}
+
+
+@pytest.mark.parametrize("name, code", {"run": 0, "demo": 130}.items())
+def test_a_closed_terminal_ends_a_service_as_control_c_does(name, code):
+    """It hangs up several times; the later ones do not cut short what ends then."""
+    program = (
+        "import signal, sys; from unittest.mock import MagicMock; from megadit.serve.launch import run\n"
+        "from megadit.serve.page import demo\n"
+        "def hang_up(*_, **__):\n"
+        "    try: signal.raise_signal(signal.SIGHUP)\n"
+        "    finally: signal.raise_signal(signal.SIGHUP); print('ended')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program + ENDED[name]], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "ended\n"), done.stderr
 
 
 def test_what_speaks_no_http_does_not_answer():

@@ -268,6 +268,18 @@ class StopRequest:
             self.signal, self._time = number, time.monotonic()
 
 
+def interrupt_at_ending_signals() -> None:
+    """From now on, each of them raises KeyboardInterrupt in the main thread, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)  # a closed terminal sends it several times
+        raise KeyboardInterrupt
+
+    for number in ending_signals():
+        signal.signal(number, interrupt)
+
+
 @contextlib.contextmanager
 def passed_on(process: subprocess.Popen) -> Iterator[None]:
     """Within the block, signals to end are passed on to `process`, which is waited for; then this process ends, too.
@@ -303,6 +315,8 @@ def cleaning_up() -> Iterator[None]:
 
     def end(number: int, frame: Any) -> None:
         if os.getpid() == ours:
+            if number == signal.SIGHUP and number in came:  # a closed terminal sends it several times
+                return
             came.append(number)
             raise SystemExit(128 + number)
         signal.signal(number, signal.SIG_DFL)
@@ -310,7 +324,7 @@ def cleaning_up() -> Iterator[None]:
 
     def repeat(ignored: Any) -> None:
         if came and isinstance(ignored.exc_value, SystemExit):
-            threading.Timer(0.1, os.kill, [ours, came[-1]]).start()
+            threading.Timer(0.1, os.kill, [ours, came.pop()]).start()
         else:
             previous(ignored)
 

@@ -23,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megadit.models.shared.cli import command
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import cleaning_up, run_command
 from megadit.models.shared.cli.options import CommandParser
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
 from megadit.models.shared.files import (
@@ -197,14 +197,26 @@ finally:
     assert ended.returncode == 128 + number and not list(tmp_path.iterdir()), ended.stderr
 
 
-def test_a_signal_to_end_that_interrupts_a_finalizer_comes_again(tmp_path):
+def test_a_terminal_that_hangs_up_several_times_does_so_once():
+    cleaned = []
+    with pytest.raises(SystemExit), cleaning_up():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            cleaned.append(True)
+    assert cleaned
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_that_interrupts_a_finalizer_comes_again(tmp_path, number):
     program = f"""
 import signal, time
 from megadit.models.shared.files import atomic_path
 
 class Left:
     def __del__(self):
-        signal.raise_signal(signal.SIGTERM)  # Python ignores what a finalizer raises
+        signal.raise_signal({number})  # Python ignores what a finalizer raises
 
 with atomic_path({str(tmp_path / "made")!r}) as temporary:
     temporary.touch()
@@ -212,7 +224,7 @@ with atomic_path({str(tmp_path / "made")!r}) as temporary:
     time.sleep(60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, "") and not list(tmp_path.iterdir())
+    assert (ended.returncode, ended.stderr) == (128 + number, "") and not list(tmp_path.iterdir())
 
 
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
