@@ -13,9 +13,11 @@ from typing import Any, Generic, TypeVar
 Choice = TypeVar("Choice")
 Subject = TypeVar("Subject")
 OF_PATHS = {
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "give another path"),
     **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or get permission for this one"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another path"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check its disk, or give another path"),
+    errno.ENAMETOOLONG: "give a shorter path",
     errno.EMFILE: "raise the limit of this shell (ulimit -n)",
     errno.EFBIG: "raise the limit of this shell (ulimit -f)",
 }

@@ -18,8 +18,8 @@ from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json, p
 from megadit.models.shared.errors import UserError, not_written
 from megadit.models.shared.text_encoding import decoded
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk or an exhausted quota."""
+_OF_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Error numbers of writes that fail for their disk, a quota or a limit."""
 LONGEST_NAME, LONGEST_PATH = 255, 1024
 MAX_MEDIA_BYTES = 1 << 36
 """Maximum bytes of an image, a video or an adapter that is used by its name."""
@@ -91,8 +91,8 @@ def is_possible_name(name: str) -> bool:
 
 
 def _name(error: OSError, path: Path) -> None:
-    """Adds the path to the error of a full disk, which a failed write lacks."""
-    if error.filename is None and error.errno in FULL:
+    """Adds the path to the error of a failed write, such as of a full disk, which lacks it."""
+    if error.filename is None and error.errno in _OF_WRITES:
         error.filename = str(path)
 
 

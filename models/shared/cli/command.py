@@ -269,7 +269,7 @@ class StopRequest:
 
 
 def interrupt_at_ending_signals() -> None:
-    """From now on, each of them raises KeyboardInterrupt in the main thread, as Ctrl-C does."""
+    """Makes each of them raise KeyboardInterrupt in the main thread, as Ctrl-C does, from now on."""
 
     def interrupt(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:

@@ -576,6 +576,25 @@ def test_a_full_disk_is_told_with_its_path_and_what_is_left(tmp_path, capsys):
     assert told.value.filename == str(tmp_path / "folder")
 
 
+@pytest.mark.parametrize("number, remedy", {errno.EFBIG: "(ulimit -f)", errno.EIO: "check its disk"}.items())
+def test_a_failed_write_names_its_file(tmp_path, capsys, number, remedy):
+    def write(argv):
+        with atomic_path(tmp_path / "video.mp4"):
+            raise OSError(number, os.strerror(number))
+
+    assert run_command(write, []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/video.mp4 cannot be used: {os.strerror(number)}; ") and remedy in error
+
+
+@pytest.mark.parametrize("path, remedy", {"a" * 300: "give a shorter path", "loop/b": "give another path"}.items())
+def test_a_path_that_cannot_be_is_one_line(tmp_path, capsys, path, remedy):
+    (tmp_path / "loop").symlink_to("loop")
+    assert run_command(lambda _: Path(tmp_path / path).write_text(""), []) == 2
+    error = capsys.readouterr().err
+    assert f"{path} cannot be used: " in error and error.endswith(f"; {remedy}\n")
+
+
 @pytest.mark.parametrize(
     "error",
     [
