@@ -25,6 +25,8 @@ from megadit.models.shared.resources import memory_in_words, prepare_threads
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
+_HOMELESS = "Could not determine home directory."
+"""Python's words, in any library, where HOME is unset and the user id has no name, as in containers."""
 WITH_PARENT = "MEGADIT_ENDS_WITH_PARENT"
 """Environment variable that makes a process end when its parent does, for whatever reason."""
 _PR_SET_PDEATHSIG = 1
@@ -127,6 +129,8 @@ def _system_message(error: OSError | RuntimeError) -> str:
             f"{_SHARED_MEMORY} is full, which processes use to exchange data: give the container more "
             "(--shm-size=1g), or let training read its data in its own process (data.num_workers=0)"
         )
+    if str(error) == _HOMELESS:
+        return "this user has no home folder; set HOME to one that may be written to"
     if not isinstance(error, OSError) or error.errno not in OF_PATHS:
         return ""
     what = f"{error.filename} cannot be used: " if error.filename else ""

@@ -5,6 +5,7 @@ import fcntl
 import io
 import os
 import pty
+import pwd
 import re
 import resource
 import shlex
@@ -29,6 +30,7 @@ from megadit.models.shared.errors import UserError, choose_one, did_you_mean, ne
 from megadit.models.shared.files import (
     atomic_directory,
     atomic_path,
+    cache_folder,
     can_be_folder,
     held_alone,
     inner_path,
@@ -585,6 +587,14 @@ def test_a_failed_write_names_its_file(tmp_path, capsys, number, remedy):
     assert run_command(write, []) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path}/video.mp4 cannot be used: {os.strerror(number)}; ") and remedy in error
+
+
+def test_a_user_without_a_home_is_told_what_to_set(capsys, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert run_command(lambda _: cache_folder(), []) == 2
+    assert capsys.readouterr().err.endswith("no home folder; set HOME to one that may be written to\n")
 
 
 @pytest.mark.parametrize("path, remedy", {"a" * 300: "give a shorter path", "loop/b": "give another path"}.items())
