@@ -257,9 +257,10 @@ def write_adapter(
     linears = original_linears(adapter.config) if is_original else diffusers_linears(adapter.config)
     changes = regroup(adapter.changes, our_linears(adapter.config), linears)
     _check_places(adapter, changes, linears, "the publication" if is_original else "diffusers")
+    sides = {linear.name: linear.sides for linear in linears}
     if is_original:
         header = {"format": "pt", HEADER_ORIGIN: json.dumps(_origin_of(adapter), sort_keys=True)}
-        write_safetensors(out, _named_as_in_comfy(changes), dtype, header)
+        write_safetensors(out, _named_as_in_comfy(changes, sides), dtype, header)
         return
     origin, base_model = _origin_of(adapter), adapter.training.get("base_model")
     settings = lora_config(changes, is_dora=adapter.kind == "dora", base_model=base_model)
@@ -269,10 +270,12 @@ def write_adapter(
         header[HEADER_SETTINGS] = json.dumps(
             {f"{prefix}{name}": value for name, value in settings.items()}, indent=2, sort_keys=True
         )
-        write_safetensors(out, _named(changes, prefix), dtype, header)
+        write_safetensors(out, _named(changes, sides, prefix), dtype, header)
         return
     with atomic_directory(out) as directory:
-        write_safetensors(directory / FOLDER_TENSORS, _named(changes, "base_model.model."), dtype, {"format": "pt"})
+        write_safetensors(
+            directory / FOLDER_TENSORS, _named(changes, sides, "base_model.model."), dtype, {"format": "pt"}
+        )
         write_json(directory / SETTINGS_FILE, settings)
         write_manifest(directory, origin)
 
@@ -285,26 +288,33 @@ def _check_places(adapter: Adapter, changes: Mapping[str, Change], linears: Sequ
         raise UserError(f"{whose} has no counterpart of {', '.join(lost)}: train without it")
 
 
-def _named(changes: Mapping[str, Change], prefix: str) -> TensorSource:
+Sides = Mapping[str, tuple[int, ...]]
+"""Name of a linear -> `NamedRows.sides`, which its factors have too."""
+
+
+def _named(changes: Mapping[str, Change], sides: Sides, prefix: str) -> TensorSource:
     tensors = {}
     for name, change in changes.items():
-        tensors[f"{prefix}{name}.lora_A.weight"] = change.down_RI
-        tensors[f"{prefix}{name}.lora_B.weight"] = change.up_OR
+        of = sides[name]
+        tensors[f"{prefix}{name}.lora_A.weight"] = change.down_RI.reshape(*change.down_RI.shape, *of)
+        tensors[f"{prefix}{name}.lora_B.weight"] = change.up_OR.reshape(*change.up_OR.shape, *of)
         if change.magnitude_O is not None:
-            tensors[f"{prefix}{name}.lora_magnitude_vector"] = change.magnitude_O
+            shape = (1, -1, *of) if of else (-1,)
+            tensors[f"{prefix}{name}.lora_magnitude_vector"] = change.magnitude_O.reshape(shape)
         if change.bias_O is not None:
             tensors[f"{prefix}{name}.lora_B.bias"] = change.bias_O * (change.rank / change.alpha)  # PEFT scales it too
     return from_state_dict(dict(sorted(tensors.items())))
 
 
-def _named_as_in_comfy(changes: Mapping[str, Change]) -> TensorSource:
+def _named_as_in_comfy(changes: Mapping[str, Change], sides: Sides) -> TensorSource:
     tensors = {}
     for name, change in changes.items():
-        prefix = f"diffusion_model.{name}"
-        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = change.down_RI, change.up_OR
+        prefix, of = f"diffusion_model.{name}", sides[name]
+        tensors[f"{prefix}.lora_A.weight"] = change.down_RI.reshape(*change.down_RI.shape, *of)
+        tensors[f"{prefix}.lora_B.weight"] = change.up_OR.reshape(*change.up_OR.shape, *of)
         tensors[f"{prefix}.alpha"] = torch.tensor(float(change.alpha))
         if change.magnitude_O is not None:
-            tensors[f"{prefix}.dora_scale"] = change.magnitude_O[:, None]
+            tensors[f"{prefix}.dora_scale"] = change.magnitude_O.reshape(-1, 1, *of)
         if change.bias_O is not None:
             tensors[f"{prefix}.diff_b"] = change.bias_O
     return from_state_dict(dict(sorted(tensors.items())))

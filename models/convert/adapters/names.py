@@ -70,6 +70,8 @@ class NamedRows:
     """int64: the rows, in the order of its outputs."""
     in_features: int
     has_bias: bool
+    sides: tuple[int, ...] = ()
+    """Further sides of its matrix: (1, 1) for a convolution of single pixels."""
 
 
 @lru_cache(maxsize=16)
@@ -77,9 +79,9 @@ def our_linears(config: NetworkConfig) -> tuple[NamedRows, ...]:
     """The targets of a network, with our names."""
     sizes, found = network_shapes(config), []
     for name, target in targets_of(config).items():
-        every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
-        rows_O = target.rows.of(every_row[:, None])[:, 0]
-        found.append(NamedRows(name, target.linear, rows_O, target.in_features, target.has_bias))
+        num_rows, _, *sides = sizes[f"{target.linear}.weight"]
+        rows_O = target.rows.of(torch.arange(num_rows)[:, None])[:, 0]
+        found.append(NamedRows(name, target.linear, rows_O, target.in_features, target.has_bias, tuple(sides)))
     return tuple(found)
 
 
@@ -130,14 +132,15 @@ def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]
     targets = {target.linear: target for target in targets_of(config).values()}
     found = []
     for entry in entries:
-        linear, num_rows = entry.name.removesuffix(".weight"), sizes[entry.name][0]
+        linear, (num_rows, *others) = entry.name.removesuffix(".weight"), sizes[entry.name]
         if linear not in targets or entry.moves_inputs:
             continue
         parts = entry.split(torch.arange(num_rows)[:, None])
         if sum(map(len, parts)) == num_rows:
             for name, rows in zip(entry.theirs, parts, strict=True):
-                of = targets[linear]
-                found.append(NamedRows(name.removesuffix(".weight"), linear, rows[:, 0], of.in_features, of.has_bias))
+                of, sides = targets[linear], tuple(others[1:])
+                name = name.removesuffix(".weight")
+                found.append(NamedRows(name, linear, rows[:, 0], of.in_features, of.has_bias, sides))
     return found
 
 

@@ -16,8 +16,11 @@ _WITHOUT_EFFECT = {
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "bias", "loftq_config",
     "eva_config", "lora_bias", "corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size",
+    "ensure_weight_tying",
 }  # fmt: skip
 """Settings of PEFT that are read here, or that the tensors determine; any other would change what is computed."""
+_PLAIN = re.compile(r"\^?(?:[^\\*+?()\[\]{}|^$]|\\\.)*\$?")
+"""Pattern of names in which PEFT's regular expressions have a fixed length; a dot stands for any character."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` with which PEFT changed the base's own weights."""
 
@@ -28,8 +31,8 @@ class LoraSettings:
 
     rank: float | None = None
     alpha: float | None = None
-    ranks: Mapping[str, float] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[re.Pattern, float] = field(default_factory=dict)
+    alphas: Mapping[re.Pattern, float] = field(default_factory=dict)
     is_rank_stabilised: bool = False
     """alpha / sqrt(rank) scales (arXiv 2312.03732)."""
     is_dora: bool = False
@@ -82,23 +85,22 @@ def _number(path: Path, name: str, value: Any, *, least: float | None = None) ->
     return value
 
 
-def _numbers(path: Path, name: str, values: Any, *, least: float | None = None) -> dict[str, float]:
+def _numbers(path: Path, name: str, values: Any, *, least: float | None = None) -> dict[re.Pattern, float]:
+    """Patterns of names, as PEFT matches them: the name, or its end after a dot, which ^ excludes."""
     if not isinstance(values or {}, dict):
         raise UserError(f"{path} has {name}={values!r}, which must be an object")
-    plain = {key.removesuffix("$").replace("\\.", "."): value for key, value in (values or {}).items()}
-    for key in plain:
-        if re.search(r"[\\*+?()\[\]{}|$]", key):
+    found = {}
+    for key, value in (values or {}).items():
+        if not _PLAIN.fullmatch(key):
             raise UserError(f"{path} has {name} for {key!r}: only names are supported, no regular expressions")
-    found = {key: _number(path, f"{name}[{key!r}]", value, least=least) for key, value in plain.items()}
-    return {key: value for key, value in found.items() if value is not None}
+        if _number(path, f"{name}[{key!r}]", value, least=least) is not None:
+            found[re.compile(rf"(?:.*\.)?(?:{key})")] = value
+    return found
 
 
-def _matched(pattern: Mapping[str, float], linear: str, default: float | None) -> float | None:
-    """The value of the first pattern that matches the linear's name or its end; ^ anchors the whole name."""
-    for key, value in pattern.items():
-        if linear == key.removeprefix("^") or linear.endswith(f".{key}"):
-            return value
-    return default
+def _matched(patterns: Mapping[re.Pattern, float], linear: str, default: float | None) -> float | None:
+    """The value of the first pattern that matches the linear's name."""
+    return next((value for pattern, value in patterns.items() if pattern.fullmatch(linear)), default)
 
 
 def lora_config(changes: Mapping[str, Change], *, is_dora: bool, base_model: str | None) -> dict[str, Any]:

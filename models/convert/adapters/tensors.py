@@ -103,11 +103,12 @@ def _misshapen(
         expected = f"{expected_rank:g}" if expected_rank is not None else f"1 to {MOST_RANK}"
         yield f"{of[DOWN]} {list(shapes[DOWN])} has rank {rank}, not {expected}"
         return
+    of_peft = linear.sides and ".lora_magnitude_vector" in of.get(MAGNITUDE, "")  # its axis of rows is the second
     fitting = {
         DOWN: [(rank,) if DIFFERENCE in of else (rank, linear.in_features)],
         DIFFERENCE: [(num_rows, linear.in_features)],
         UP: [(num_rows, rank)],
-        MAGNITUDE: [(num_rows,), (num_rows, 1)],
+        MAGNITUDE: [(num_rows,), (num_rows, 1), *([(1, num_rows)] if of_peft else [])],
         BIAS: [(num_rows,)] if linear.has_bias else [],
         UP_BIAS: [(num_rows,)] if linear.has_bias else [],
         ALPHA: [(), (1,)],

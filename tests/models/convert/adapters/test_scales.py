@@ -2,13 +2,17 @@
 
 import json
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import lists, sampled_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megadit.models.convert.adapters.files import read_adapter, write_adapter
+from megadit.models.convert.adapters.settings import LoraSettings
 from megadit.models.lora.adapters import load_adapter
 from megadit.models.shared.errors import UserError
 from tests.models.convert.adapters.test_files import (
@@ -184,3 +188,20 @@ def test_prefixes_and_names_of_adapters(tmp_path):
         for linear, change in found.items():
             assert torch.equal(change.up_OR, expected[linear].up_OR), (prefix, name, linear)
             assert torch.equal(change.down_RI, expected[linear].down_RI), (prefix, name, linear)
+
+
+PIECES = ("blocks", "0", "attn1", "to_q", "to.q", "a")
+
+
+@given(
+    linear=lists(sampled_from(PIECES[:4]), min_size=1, max_size=4),
+    key=lists(sampled_from(PIECES), min_size=1, max_size=3),
+    dot=sampled_from([".", "\\."]),
+    around=sampled_from(["{}", "^{}", "{}$", "^{}$"]),
+)
+def test_patterns_are_peft_s(linear, key, dot, around):
+    """A dot of them stands for any character, but if it is escaped; the last of a name is enough, without ^."""
+    pattern, name = around.format(dot.join(key)), ".".join(linear)
+    settings = LoraSettings.from_dict({"r": 1, "rank_pattern": {pattern: 3}}, Path("a"), "")
+    found = pytest.importorskip("peft.utils.other").get_pattern_key([pattern], name) == pattern
+    assert settings.rank_of(name) == (3 if found else 1)

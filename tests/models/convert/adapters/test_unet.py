@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +265,34 @@ def test_a_file_that_we_write_is_diffusers_own(made, tmp_path):
     assert about.scaling == other.scaling and all(torch.equal(state[name], theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="was trained with other weights"):
         read_adapter_of(out, made("1.x")[1])
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@torch.no_grad()
+def test_peft_s_convolutions_come_and_go(made, tmp_path, use_dora):
+    """Factors and magnitudes of those of single pixels have four sides."""
+    import peft
+
+    _, bundle = made("1.x")
+    layers, trained = ["to_q", "proj_in", "conv_shortcut"], random_unet("1.x")
+    settings = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=layers, use_dora=use_dora, init_lora_weights=False
+    )
+    (x, conditioning), steps = conditions(bundle.config), torch.tensor([500.0, 32.5])
+    theirs = peft.get_peft_model(trained, settings)
+    expected = by_diffusers(SimpleNamespace(unet=theirs), x, conditioning, steps)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    adapter, network = read_adapter(tmp_path / "theirs", bundle.config), bundle.load_network()
+    base = network(x, steps, conditioning)
+    load_adapter(network, *adapter.to_state())
+    found = network(x, steps, conditioning)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert (base - expected).norm() > 1e-3 * expected.norm(), "negative control"
+    write_adapter(tmp_path / "ours", adapter)
+    of_both = [load_file(tmp_path / place / "adapter_model.safetensors") for place in ("ours", "theirs")]
+    assert of_both[0].keys() == of_both[1].keys()
+    again = peft.PeftModel.from_pretrained(random_unet("1.x"), str(tmp_path / "ours"))
+    assert torch.equal(by_diffusers(SimpleNamespace(unet=again), x, conditioning, steps), expected)
 
 
 UNFIT = {
