@@ -1,5 +1,6 @@
 """Megatron's distributed checkpoints (torch_dist) as tables of tensors, without Megatron and without running code."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from megadit.models.megatron.integrity import read_description
+from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_source import Stored, TensorSource
+
+_OF_OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?\.")
+"""Pattern of an optimizer's states: Megatron's, and torchtitan's."""
 
 
 class _Reader(dcp.FileSystemReader):
@@ -39,7 +45,7 @@ def open_distributed(path: Path) -> TensorSource:
     tensors = {
         key: Stored(tuple(entry.size), entry.properties.dtype)
         for key, entry in described.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer.")
+        if isinstance(entry, TensorStorageMetadata) and not _OF_OPTIMIZER.search(key)
     }
     stored, origin = {}, {}
     for key, tensor in tensors.items():
@@ -52,7 +58,10 @@ def open_distributed(path: Path) -> TensorSource:
         whole = torch.empty(tensors[key].shape, dtype=tensors[key].dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({key: whole}, storage_reader=_Reader(path), no_dist=True)
+            try:
+                dcp.load({key: whole}, storage_reader=_Reader(path), no_dist=True)
+            except (CheckpointException, Exception) as error:  # the first is none of the second
+                raise UserError(f"{path} is damaged: {key} cannot be read") from error
         return whole if index is None else whole[index].clone()
 
     return TensorSource(str(path), stored, read)

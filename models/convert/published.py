@@ -201,13 +201,13 @@ def _from_diffusers(path: Path) -> Published:
     name = values.get("_class_name") if isinstance(values, dict) else None
     if name == class_dit.LEGACY_CLASS:
         name, values = class_dit.from_legacy(values, path)
-    if name not in DIFFUSERS:
+    if not isinstance(name, str) or name not in DIFFUSERS:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
     if values.get("quantization_config"):
         raise UserError(f"{path} is quantised (quantization_config): give the original weights")
     known, values = DIFFUSERS[name], values | (PIPELINE_READERS[name](path) if name in PIPELINE_READERS else {})
     for setting in sorted(values.keys() - known.SETTINGS - _EMA_SETTINGS):
-        if not setting.startswith("_"):
+        if not setting.startswith("_") and values[setting] is not None:
             raise UserError(
                 f"{path / 'config.json'} has the setting {setting!r}, which no {name} known to this version has: was "
                 "it written by a newer diffusers?"
@@ -333,7 +333,10 @@ def _from_tensors(source: TensorSource, settings: Mapping[str, Any] | None = Non
             raise UserError(f"{source.label} looks like {form.name}, but has no tensor '{form.mark}'")
     known = ", ".join(form.name for form in FORMS)
     some = ", ".join(list(source.stored)[:3])
-    raise UserError(f"{source.label} holds tensors of another network ({some} ...); known are {known}")
+    raise UserError(
+        f"{source.label} holds tensors of another network ({some} ...); known are {known}, and by their folder, with "
+        "its config.json, those of diffusers"
+    )
 
 
 def _class_names(index: Mapping[str, Any], config: NetworkConfig) -> tuple[str, ...]:

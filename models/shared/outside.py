@@ -107,8 +107,8 @@ def _kind(entry: os.DirEntry, base: str, entered: set[str], why: str, follow_lin
     return False, why or ("" if S_ISREG(mode) else "not a file")
 
 
-_MARKS = ("megadit.json", "model_index.json", "config.json")
-"""Files that say what a folder is: our components, and published models."""
+_MARKS = ("megadit.json", "model_index.json", "config.json", ".metadata")
+"""Files that say what a folder is: our components, published models, and torch's distributed checkpoints."""
 _SOURCES = {
     "give one of its files of weights by itself": (".safetensors", ".pt", ".pth", ".ckpt", ".bin"),
     "megadit prepare webdataset makes a data set of its tar files": (".tar",),

@@ -8,6 +8,8 @@ STEM.fp16.safetensors          STEM.safetensors.index.fp16.json     a variant, i
 import re
 from pathlib import Path
 
+from torch import Tensor
+
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, is_inner_name, read_json
 from megadit.models.storage.tensor_source import TensorSource, from_state_dict, open_safetensors
@@ -70,6 +72,9 @@ def open_weights(paths: list[Path]) -> TensorSource:
         return open_tensor_file(paths[0])
     if all(path.suffix == ".safetensors" for path in paths):
         return open_safetensors(*paths)
-    parts = [open_tensor_file(path) for path in paths]
-    together = {name: part.read(name) for part in parts for name in part.stored}
+    together: dict[str, Tensor] = {}
+    for part in map(open_tensor_file, paths):
+        if twice := next(filter(together.__contains__, part.stored), None):
+            raise UserError(f"{part.label} holds the tensor {twice}, as does a file before it; keep one of them")
+        together |= part.state_dict()
     return from_state_dict(together, f"{paths[0].parent} ({len(paths)} files)")

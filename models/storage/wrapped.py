@@ -30,7 +30,7 @@ WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpo
 _QUANTISED = re.compile(r"\.(SCB|absmax|quant_map|quant_state\..*|qweight|qzeros|_data|weight_scale_inv)$")
 """Tensors of bitsandbytes, GPTQ, Quanto and block-wise FP8."""
 _MOST_NESTED = 8
-_AVERAGE = re.compile(r"(^|[._])(ema|averaged?|shadow)([._]|$)|EMA")
+_AVERAGE = re.compile(r"(^|[._])(ema|averaged?|swa|polyak|shadow|(?<!exp_)avg)([._]|$)|EMA")
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 """Parameters of FSDP that are one tensor."""
 _OF_TRAINING = re.compile("optim|sched|scaler|rng")
@@ -67,7 +67,7 @@ def open_tensor_file(path: Path) -> TensorSource:
             break
         values = values[deeper]
     named = values.items() if isinstance(values, dict) else ()
-    tensors = {name: value for name, value in named if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in named if isinstance(name, str) and isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"{path} {_without_tensors(values)}")
     for name, tensor in tensors.items():
@@ -151,13 +151,15 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
         if other != name:
             raise UserError(f"{source.label} holds {other} and {name}, of which one must be removed")
     prefixes = _prefixes(names, marks)
-    if "" not in prefixes and prefixes:
-        ema_weights = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]
+    ema_weights = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]
+    if ema_weights or (prefixes and "" not in prefixes):
         chosen = ema_weights or prefixes
         if len(chosen) > 1:
             raise UserError(f"{source.label} holds several networks, {', '.join(sorted(prefixes))}: give one by itself")
         ema_names = {name: _LIT_EMA + name.removeprefix("model.").replace(".", "") for name in names}
         ema_names = {name: names[average] for name, average in ema_names.items() if average in names}
+        others = [prefix for prefix in prefixes if prefix != chosen[0]]
+        names = {short: name for short, name in names.items() if "" not in others or short.startswith(chosen[0])}
         names = _without(chosen[0], names | ema_names)
     if len(names) < len(source.stored) or any(short != name for short, name in names.items()):
         stored = {short: source.stored[name] for short, name in names.items()}

@@ -111,6 +111,7 @@ READ = {
         path, name=FILE + "-0000{}-of-00002.bin", index=f"{FILE}.bin.index.json", write=torch.save
     ),
     "diffusers, shards that an index names elsewhere": moved_index,
+    "diffusers, with a newer setting that is off": lambda path: folder(path, THEIRS, added_later=None),
     "diffusers, compiled": lambda path: folder(path, prefixed("_orig_mod.", THEIRS)),
     "diffusers, DDP": lambda path: folder(path, prefixed("module.", THEIRS)),
     "diffusers, EMAModel": lambda path: folder(path, THEIRS, decay=0.999, optimization_step=7, power=0.6),
@@ -163,11 +164,11 @@ def pickled(name, change):
     return lambda path: folder(path, THEIRS | {name: change(THEIRS[name])}, file=f"{FILE}.bin", write=torch.save)
 
 
-def in_two_shards(path):
-    sharded(path, name=FILE + "-0000{}-of-00002.safetensors", index=f"{FILE}.safetensors.index.json", write=save)
+def in_two_shards(path, ending="safetensors", write=save, read=load_file):
+    sharded(path, name=f"{FILE}-0000{{}}-of-00002.{ending}", index=f"{FILE}.{ending}.index.json", write=write)
     for number in (1, 2):
-        file = path / f"{FILE}-0000{number}-of-00002.safetensors"
-        save(load_file(file) | {Q: THEIRS[Q] + number}, file)
+        file = path / f"{FILE}-0000{number}-of-00002.{ending}"
+        write(read(file) | {Q: THEIRS[Q] + number}, file)
     return path
 
 
@@ -210,6 +211,13 @@ REFUSED = {
     "sparse": (pickled(Q, torch.Tensor.to_sparse), f"{Q} is a sparse or quantised tensor, or without values"),
     "without values": (pickled(Q, lambda tensor: tensor.to("meta")), f"{Q} is a sparse .* without values"),
     "in two shards": (in_two_shards, f"both .*00001-of.* and .*00002-of.* hold the tensor {Q}"),
+    "in two pickled shards": (
+        lambda path: in_two_shards(path, "bin", torch.save, torch.load), f"00002-of.* holds the tensor {Q}, as does",
+    ),
+    "numbers for names": (lambda path: one(path, dict(enumerate(RELEASED.values())), "a.pt"), "no named tensors.*: 0"),
+    "a newer setting": (lambda path: folder(path, THEIRS, added_later=1), "has the setting 'added_later'"),
+    "a list of classes": (lambda path: folder(path, THEIRS, _class_name=["A"]), "holds a .'A'.; known are"),
+    "names of diffusers alone": (lambda path: one(path, THEIRS), "by their folder, with its config.json"),
     "pointer of Git LFS": (
         lambda path: folder(path, b"version https://git-lfs.github.com/spec/v1\n", write=write_bytes), "git lfs pull",
     ),
@@ -404,6 +412,12 @@ TRAINERS = {
         **prefixed("online_model.", ZEROS),
         **prefixed("ema_model.", RELEASED),
     },
+    **{
+        f"averages {prefix} beside names without a prefix": prefixed(prefix, RELEASED) | ZEROS
+        for prefix in ("ema.", "model_ema.", "ema_module.module.")
+    },
+    **{f"averages, {key}": {"model": ZEROS, key: RELEASED} for key in ("swa_model", "polyak", "avg_model")},
+    "averages that are Adam's": {"model": RELEASED, "exp_avg": ZEROS},
     "deeper": {"app": {"network": RELEASED, "rng": {"cpu": torch.ones(2)}}},
     "torch-ema": {"model": ZEROS, "ema": {"decay": 0.9, "num_updates": 3, "shadow_params": [*RELEASED.values()]}},
     "EMAModel beside the network": {"net": prefixed("module.", ZEROS), "shadow_params": [*RELEASED.values()]},

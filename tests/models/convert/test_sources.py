@@ -249,11 +249,18 @@ def test_distributed_checkpoints_come_in(tmp_path, family, stacked):
             saved["module." + name.replace("layers.0.", "layers.")] = torch.stack([tensor, other])
         elif not (stacked and name.startswith("decoder.layers.")):
             saved[f"module.{name}"] = tensor
-    saved |= {"optimizer.state.exp_avg": torch.ones(7), "module.pos_embedder.pos_embedding.weight": torch.ones(4, 4)}
+    saved |= {f"{name}.state.exp_avg": torch.ones(7) for name in ("optimizer", "optim", "app.optimizers")}
+    saved |= {"module.pos_embedder.pos_embedding.weight": torch.ones(4, 4)}
     dcp.save(saved, checkpoint_id=tmp_path / "iter_0000100", no_dist=True)
+    with pytest.raises(UserError, match="did you mean .*iter_0000100"):
+        open_published(tmp_path)
     found = open_published(tmp_path / "iter_0000100")
     assert found.config == config
     assert all(torch.equal(found.tensors.read(name), tensor) for name, tensor in ours.items())
+    (file,) = (tmp_path / "iter_0000100").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match="iter_0000100 is damaged: .* cannot be read"):
+        found.tensors.state_dict()
 
 
 @pytest.mark.parametrize("megabytes", [120, pytest.param(2000, marks=pytest.mark.slow)])
