@@ -5,7 +5,10 @@ padding, by which a file of a few hundred bytes could turn a word into terabytes
 import base64
 import re
 import struct
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,12 +35,28 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         UserError: as `check_tokenizer`, and if the library cannot read it.
     """
-    if (folder / NAME).is_file():
+    if is_described := (folder / NAME).is_file():
         check_tokenizer(read_limited(folder / NAME, _MOST_BYTES), str(folder / NAME))
     with library_errors(lambda reason: f"{folder} has no readable tokenizer ({reason})"):
-        tokenizer = transformers_library("a tokenizer").AutoTokenizer.from_pretrained(folder, **PRETRAINED)
+        library = transformers_library("a tokenizer")
+        if not is_described:
+            _describe_sentencepiece()
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, **PRETRAINED)
+        if not is_described:
+            check_tokenizer(tokenizer.backend_tokenizer.to_str(), str(folder))
         tokenizer("a")  # one without words is read all the same
         return tokenizer
+
+
+def _describe_sentencepiece() -> None:
+    """Let transformers read spiece.model by its own description of the format, where sentencepiece's needs a newer
+    protobuf than is installed."""
+    name = "sentencepiece.sentencepiece_model_pb2"
+    with suppress(ImportError):
+        try:
+            import_module(name)
+        except Exception:  # protobuf's own
+            sys.modules[name] = import_module("transformers.utils.sentencepiece_model_pb2_new")
 
 
 def check_tokenizer(text: str | bytes, where: str) -> None:

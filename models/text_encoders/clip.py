@@ -48,6 +48,7 @@ _NORM = "final_layer_norm.weight"
 _PUBLISHED = PublishedText(
     "a CLIP text encoder",
     vocabularies=("tokenizer.json", "vocab.json"),
+    ending="<|endoftext|>",
     encoder=Encoder(
         marks=(f"text_model.{_NORM}", _NORM),
         others=r"^(vision_model|visual_projection|logit_scale)\b|position_ids$",

@@ -81,6 +81,10 @@ class PublishedText:
     """Possible vocabulary files; the first one present is used."""
     encoder: Encoder = Encoder(marks=())
     """Tensor names by which the network is recognised."""
+    padding: str | None = None
+    """Token that is put in place of one that a tokenizer does not name."""
+    ending: str | None = None
+    """Token that must end every text."""
     released: tuple[str, Path] | None = None
     """Pattern of the weight file, and folder of the vocabulary, in a release of another form."""
 
@@ -131,13 +135,21 @@ class PublishedText:
         """The tokenizer of `transformers`.
 
         Raises:
-            UserError: if its files are missing or damaged.
+            UserError: if its files are missing or damaged, or do not say how texts end and are padded.
         """
         self._vocabulary(directory)  # without one, transformers creates an empty tokenizer
         try:
-            return load_tokenizer(directory)
+            tokenizer = load_tokenizer(directory)
         except UserError as error:
             raise UserError(f"{error}; needs {self.files}") from error
+        words = tokenizer.get_vocab()
+        if tokenizer.pad_token is None and self.padding in words:
+            tokenizer.pad_token = self.padding
+        if tokenizer.pad_token is None:
+            raise UserError(f"{directory} has a tokenizer without a pad_token: give its tokenizer_config.json too")
+        if self.ending is not None and tokenizer("a").input_ids[-1] != words.get(self.ending):
+            raise UserError(f"{directory} has a tokenizer that ends no text with {self.ending}: give its own")
+        return tokenizer
 
     def load_network(self, directory: Path, class_name: str, **options: Any) -> Any:
         """The network of this class of `transformers`, in evaluation mode; `options` are those of `from_pretrained`.
@@ -178,6 +190,8 @@ class PublishedText:
     def _vocabulary(self, directory: Path) -> Path:
         for name in self.vocabularies:
             if (directory / name).is_file():
+                if not (directory / name).stat().st_size:
+                    raise UserError(f"{directory / name} is empty; needs {self.files}")
                 return directory / name
         raise UserError(f"{directory} has neither {' nor '.join(self.vocabularies)}; needs {self.files}")
 

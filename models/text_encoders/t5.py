@@ -73,6 +73,8 @@ def from_released(source: TensorSource) -> TensorSource:
 _PUBLISHED = PublishedText(
     "a T5 text encoder",
     vocabularies=("tokenizer.json", "spiece.model"),
+    padding="<pad>",
+    ending="</s>",
     released=(RELEASED_FILES, RELEASED_WORDS),
     encoder=Encoder(
         marks=(_LAST_NORM, _MARK),
@@ -172,13 +174,12 @@ class T5TextEncoder:
         if not texts:
             return []
         tokenizer, network = self._load_tokenizer(), self.load_network()
-        tokens = tokenizer(texts, padding="longest", return_tensors="pt")
+        as_rows = {"padding": "longest", "padding_side": "right", "return_tensors": "pt"}
+        tokens = tokenizer(texts, **as_rows)
         longest = int(tokens.attention_mask.sum(1).max())
         if longest > self.max_length:
             warnings.warn(f"a text of {longest} tokens is cut to its first {self.max_length}", stacklevel=4)
-            tokens = tokenizer(
-                texts, padding="longest", truncation=True, max_length=self.max_length, return_tensors="pt"
-            )
+            tokens = tokenizer(texts, truncation=True, max_length=self.max_length, **as_rows)
         mask_BL = tokens.attention_mask.to(network.device)
         hidden_BLE = network(tokens.input_ids.to(network.device), attention_mask=mask_BL).last_hidden_state
         lengths = mask_BL.sum(1).tolist()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.wrapped import open_tensor_file
 from megadit.models.text_encoders import CLIPTextEncoder, T5TextEncoder
+from megadit.models.text_encoders.published import PublishedText
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -29,7 +30,7 @@ def t5(tmp_path_factory, write_t5):
 
 
 def features(model, kind=T5TextEncoder):
-    return kind(model=str(model), dtype="float32").encode([PROMPT]).features_BLE
+    return kind(model=str(model), dtype="float32").encode([PROMPT, "a red"]).features_BLE
 
 
 def copied(folder, out):
@@ -128,6 +129,66 @@ def test_eight_bits_with_scales_are_the_numbers_they_stand_for(ending, shape, t5
     save(stored, place / "model.safetensors")
     assert torch.equal(features(place), features(expected))
     assert not torch.equal(features(place), exact), "negative control: eight bits are fewer"
+
+
+TOKENIZERS = {
+    # settings changed, in which file, and what is said; None: features are the same
+    "no pad token": ("tokenizer_config.json", {"pad_token": None}, None),
+    "padded before": ("tokenizer_config.json", {"padding_side": "left"}, None),
+    "cut before": ("tokenizer_config.json", {"truncation_side": "left", "model_max_length": 2}, None),
+    "padded before, by its file": (
+        "tokenizer.json",
+        {"padding": {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                     "pad_type_id": 0, "pad_token": "<pad>"}}, None,
+    ),
+    "a class of T5": ("tokenizer_config.json", {"tokenizer_class": "T5TokenizerFast", "pad_token": None}, None),
+    "no end of texts": ("tokenizer.json", {"post_processor": None}, "a tokenizer that ends no text with </s>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", TOKENIZERS)
+def test_tokenizers_that_do_not_say_all(change, t5, tmp_path):
+    (folder, tensors, expected), (name, settings, message) = t5, TOKENIZERS[change]
+    place = copied(folder, tmp_path / "theirs")
+    save(tensors, place / "model.safetensors")
+    (place / name).write_text(json.dumps(json.loads((place / name).read_text()) | settings))
+    if message is None:
+        assert torch.equal(features(place), expected)
+        return
+    for ask in (features, lambda model: T5TextEncoder(model=str(model)).save(tmp_path / "part")):
+        with pytest.raises(UserError, match=message):
+            ask(place)
+
+
+def test_a_tokenizer_of_clip_without_its_settings_is_named(write_clip, tmp_path):
+    folder = write_clip(tmp_path / "clip")
+    transformers.CLIPTokenizer.from_pretrained(folder).save_pretrained(folder)
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).unlink(missing_ok=True)
+    assert len(features(folder, CLIPTextEncoder))
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="a tokenizer without a pad_token: give its tokenizer_config.json too"):
+        features(folder, CLIPTextEncoder)
+
+
+def test_words_of_sentencepiece_alone(t5, tmp_path):
+    """As slow tokenizers of T5 were saved."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    place = copied(t5[0], tmp_path / "theirs")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (place / name).unlink()
+    (tmp_path / "texts").write_text("\n".join(["a red seven on the beach", "two blue digits"] * 9))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "texts"), model_prefix=str(place / "spiece"), vocab_size=24, pad_id=0, eos_id=1, unk_id=2,
+        bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    published = PublishedText("a T5", vocabularies=("spiece.model",), padding="<pad>", ending="</s>")
+    tokenizer, text = published.load_tokenizer(place), "a red digit on the beach"
+    plain = sentencepiece.SentencePieceProcessor(model_file=str(place / "spiece.model"))
+    assert tokenizer(text).input_ids == [*plain.encode(text), plain.eos_id()] and tokenizer.pad_token_id == 0
+    (place / "spiece.model").write_bytes(b"")
+    with pytest.raises(UserError, match="spiece.model is empty"):
+        published.load_tokenizer(place)
 
 
 FILES = {
