@@ -16,6 +16,7 @@ from megadit.models.shared.errors import UserError
 SECTIONS = {
     "model.config": "model",
     "trainer.strategy": "parallel",
+    "trainer.strategy.ddp": "parallel",
     "data.task_encoder": "data",
     "dataset": "data",
     "optim.config": "optimizer",
@@ -67,6 +68,12 @@ KEYS = {
     "trainer.val_check_interval": "validation.interval",
     "trainer.limit_val_batches": "validation.num_batches",
     "trainer.log_every_n_steps": "train.log_interval",
+    "trainer.strategy.fsdp": "parallel.data_parallel",
+    "data.task_encoder.aesthetic_score": "data.min_aesthetic_score",
+    "optim.lr_scheduler.warmup_steps": "optimizer.lr_warmup_iters",
+    "optim.lr_scheduler.min_lr": "optimizer.min_lr",
+    "resume.restore_config.path": "checkpoint.init_from",
+    "log.wandb.project": "logger.wandb_project",
     "optimizer.use_distributed_optimizer": "parallel.data_parallel",
     "optim.config.use_distributed_optimizer": "parallel.data_parallel",
     "rng.seed": "train.seed",
@@ -74,6 +81,7 @@ KEYS = {
     "checkpoint.save": "train.output_dir",
     "logger.log_interval": "train.log_interval",
     "ddp.use_distributed_optimizer": "parallel.data_parallel",
+    "ddp.use_megatron_fsdp": "parallel.data_parallel",
     "checkpoint.pretrained_checkpoint": "checkpoint.init_from",
     "mixed_precision": "train.precision",
     "seed": "train.seed",
@@ -135,6 +143,8 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     # NeMo's guidance is cond + g (cond - uncond), megadit's uncond + g (cond - uncond)
     "model.val_generation_guidance": lambda guidance: guidance + 1 if isinstance(guidance, int | float) else guidance,
     **{f"{section}.use_distributed_optimizer": _data_parallel for section in ("optimizer", "optim.config", "ddp")},
+    "trainer.strategy.fsdp": lambda name: "fsdp" if name in ("megatron", "pytorch") else name,
+    "ddp.use_megatron_fsdp": lambda is_on: {True: "fsdp", False: "ddp"}.get(is_on, is_on),
     "mixed_precision": lambda name: {"bf16_mixed": "bf16", "16_mixed": "fp16", "fp16_mixed": "fp16"}.get(name, name),
     "flow_matching.timestep_sampling": lambda name: "log_normal" if name == "logit_normal" else name,
     "flow_matching.flow_shift": lambda shift: (
@@ -151,6 +161,10 @@ _NO_MASK = ("no_mask", "no sample attends to another or to padding, and nothing 
 FIXED: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("model.qkv_format", "model.config.qkv_format"), ("thd", "samples are always packed")),
     **dict.fromkeys(("model.attn_mask_type", "model.config.attn_mask_type"), _NO_MASK),
+    **{
+        f"{section}.check_for_nan_in_grad": (True, "health.on_not_finite says what follows")
+        for section in ("ddp", "trainer.strategy.ddp")
+    },
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
