@@ -10,9 +10,12 @@ from megadit.export.signatures import Profiles
 from megadit.infer.generate.memory_plan import Choices, plan_memory
 from megadit.infer.runtimes.network_spec import NetworkSpec
 from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.flops import forward_flops
 from megadit.models.machine import free_memory
+from megadit.models.packing.segments import Grid, Segment
 from megadit.models.shared.resources import check_memory_fits
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -20,6 +23,8 @@ MOST_PIXELS = 1 << 20
 """Maximum pixels of all frames that an autoencoder processes at once."""
 MOST_NUMBERS = 1 << 25
 """Maximum tokens times width in one function evaluation of a denoiser."""
+MOST_FLOPS = 1 << 41
+"""Maximum operations of one: half a minute of a core in float32, and several times as long in float16."""
 _SHARES = [step / 32 for step in range(32, -1, -1)]
 """Interpolation factors from the smallest size of a profile (0, always compared) to the best one (1)."""
 
@@ -33,25 +38,37 @@ def compared_defaults(bundle: Bundle, profiles: Profiles, tokenizer: VideoTokeni
     ranges, sizes = [profiles.frames, profiles.height, profiles.width], []
     for share in _SHARES:
         sizes = [_between(low, best, step, share) for (low, best, _), step in zip(ranges, steps, strict=True)]
-        tokens = 2 * config.num_tokens(*tokenizer.latent_shape(*sizes)[1:])
-        if tokens * _width(config) <= MOST_NUMBERS and prod(sizes) <= MOST_PIXELS:
+        latents = tokenizer.latent_shape(*sizes)[1:]
+        is_large = _is_large(config, config.num_tokens(*latents), config.token_grid(*latents), num_samples=2)
+        if not is_large and prod(sizes) <= MOST_PIXELS:
             break
     return replace(bundle.defaults, **dict(zip(("num_frames", "height", "width"), sizes, strict=True)))
 
 
 def compared_sizes(spec: NetworkSpec, sizes: Mapping[str, int], config: NetworkConfig, pixels: int) -> dict[str, int]:
     """`sizes` of dynamic axes, reduced in proportion if a call would be large; `pixels` are those of a latent."""
-    names = [name for name in sizes if name != "text"]
-    if spec.is_denoiser:
-        patch = prod(spec.axes[name].step for name in ("time", "height", "width") if name in spec.axes)
-        most = MOST_NUMBERS // _width(config) * patch
-    else:
-        most = MOST_PIXELS // (pixels if spec.name == "video_decoder" else 1)
+    names, found = [name for name in sizes if name != "text"], {}
+    most = MOST_PIXELS // (pixels if spec.name == "video_decoder" else 1)
     for share in _SHARES:
         found = {name: _between(spec.axes[name].min, sizes[name], spec.axes[name].step, share) for name in names}
-        if prod(found.values()) <= most:
+        if spec.is_denoiser:
+            sides = {name: found[name] // spec.axes[name].step for name in ("time", "height", "width") if name in found}
+            num_samples = prod(found[name] for name in names if name not in sides)
+            grid = (1,) * (3 - len(sides)) + tuple(sides.values())
+            is_large = _is_large(config, prod(grid), grid, num_samples, sizes.get("text", 0))
+        else:
+            is_large = prod(found.values()) > most
+        if not is_large:
             break
     return {**sizes, **found}
+
+
+def _is_large(config: NetworkConfig, num_tokens: int, grid: Grid, num_samples: int, text_length: int = 0) -> bool:
+    """Whether a function evaluation with samples of so many tokens, in this grid, takes long, or much memory."""
+    if num_samples * num_tokens * _width(config) > MOST_NUMBERS:
+        return True
+    is_counted = isinstance(config, DiTConfig)
+    return is_counted and num_samples * forward_flops(Segment(grid, text_length), config) > MOST_FLOPS
 
 
 def check_compared(bundle: Bundle, settings: SamplingSettings, tokenizer: VideoTokenizer) -> None:

@@ -61,6 +61,25 @@ def test_a_large_one_is_compared_smaller(tiny_bundle):
             assert (found == sizes) == (extreme == "min") or spec.is_denoiser
 
 
+def test_a_long_call_is_compared_smaller(tiny_bundle, monkeypatch):
+    """Attention makes a call long before its tokens times width are many."""
+    bundle = replace(tiny_bundle, defaults=replace(tiny_bundle.defaults, **LARGE))
+    (spec, *_) = contract.specs(profiles_of(bundle), bundle.config, bundle.load_tokenizer()).values()
+    largest = {name: axis.max for name, axis in spec.axes.items()}
+
+    def num_tokens():
+        found = compared_sizes(spec, largest, bundle.config, 16)
+        return prod(found[name] // spec.axes[name].step for name in ("batch", "time", "height", "width"))
+
+    before = num_tokens()
+    monkeypatch.setattr(compared, "MOST_FLOPS", 1 << 30)
+    assert num_tokens() < before / 2
+    monkeypatch.setattr(compared, "MOST_FLOPS", 1)
+    assert compared_sizes(spec, largest, bundle.config, 16) == {
+        name: axis.max if name == "text" else axis.min for name, axis in spec.axes.items()
+    }, "the smallest is always compared"
+
+
 def test_what_cannot_be_compared_is_refused_before_anything_is_exported(tiny_bundle, monkeypatch):
     monkeypatch.setattr(compared, "free_memory", lambda device: 1 << 10)
     with pytest.raises(UserError, match=r"comparing a video of 5 frames of 16x24 .* smaller sizes \(--profile\)"):
