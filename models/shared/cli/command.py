@@ -202,6 +202,9 @@ class _Unread:
     def flush(self) -> None:
         self._try(self._stream.flush)
 
+    def close(self) -> None:
+        """Does nothing: at exit, absl closes a stream that it does not know as Python's."""
+
     def _try(self, act: Callable[[], Any]) -> None:
         try:
             act()

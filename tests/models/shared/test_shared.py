@@ -397,6 +397,16 @@ raise SystemExit(run_command(write, [], is_run=len(sys.argv) > 1))
 """
 
 
+def test_a_library_that_closes_its_stream_at_exit_closes_none_of_the_process(capsys):
+    taken = []
+    assert run_command(lambda argv: taken.extend([sys.stdout, sys.stderr]), []) == 0
+    for stream in taken:
+        stream.close()
+    print("still here")
+    print("here, too", file=sys.stderr)
+    assert tuple(capsys.readouterr()) == ("still here\n", "here, too\n")
+
+
 @pytest.mark.parametrize("arguments", [[], ["is_run"]])
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_no_fault_and_take_nothing_of_a_file(closed, arguments, tmp_path):
