@@ -104,7 +104,7 @@ RUN = (
 def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
     monkeypatch.setattr(run, "LocalServer", note(lambda: SimpleNamespace(process=None)))
     monkeypatch.setattr(run, "keep_running", lambda *_, **__: 0)
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "interrupt_at_ending_signals", lambda: None)
 
     def seen(*more):
         note.all.clear()
@@ -285,7 +285,7 @@ def test_a_service_that_goes_away_is_asked_again(tmp_path, monkeypatch, capsys):
 
 
 def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):
-    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(demo, "interrupt_at_ending_signals", lambda: None)
     monkeypatch.setattr(demo, "VideoClient", note(lambda: SimpleNamespace(info=dict)))
     monkeypatch.setattr(demo, "GatewayClient", note(lambda: SimpleNamespace(info=dict)))
     monkeypatch.setattr(demo, "Studio", lambda client: None)

@@ -130,7 +130,7 @@ def test_a_service_that_cannot_answer_is_told_in_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "_client", lambda *_: nullcontext(Failing()))
     monkeypatch.setitem(sys.modules, "megadit.serve.page.layout", SimpleNamespace(show=None))  # gradio takes seconds
-    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(demo, "interrupt_at_ending_signals", lambda: None)
     assert demo.main([]) == 2
     assert capsys.readouterr().err == "error: text_to_video is not a model of megadit\n"
 
