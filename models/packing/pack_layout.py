@@ -151,9 +151,8 @@ class PackLayout:
     @cached_property
     def num_tokens(self) -> int:
         """Tokens in this shard that belong to samples."""
-        return sum(
-            length for length, segment in zip(self.lengths, self.segments, strict=True) if not segment.is_padding
-        )
+        pairs = zip(self.lengths, self.segments, strict=True)
+        return sum(length for length, segment in pairs if not segment.is_padding)
 
     @cached_property
     def num_targets(self) -> int:
@@ -261,8 +260,7 @@ class Computed(NamedTuple):
 
 
 def _compute(layout: PackLayout) -> Computed:
-    tensors = tuple(layout.memo(_on, compute, CPU) for compute in _COMPUTED)
-    rows = layout.rows
+    tensors, rows = tuple(layout.memo(_on, compute, CPU) for compute in _COMPUTED), layout.rows
     return Computed(tensors, layout.on(CPU).texts, rows.of_token(CPU), rows.starts_of_runs(CPU))
 
 
