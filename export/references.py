@@ -25,7 +25,7 @@ from megadit.infer.runtimes.network_spec import CHANNEL_INPUTS, Axis, NetworkSpe
 from megadit.models.bundle import Bundle
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
-from megadit.models.shared.progress import Progress
+from megadit.models.shared.progress import tracked
 
 SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
 CONDITIONING_SIGMA = 5.0
@@ -64,11 +64,8 @@ def reference_cases(
             inputs[f"{name} max, others min"] = sample_inputs(spec, sizes, seed=2)
     if spec.is_denoiser:
         inputs |= {f"{REAL} {sigma}": inputs_at(spec, sigma, bundle) for sigma in SIGMAS}
-    cases = []
-    with Progress(len(inputs), f"{spec.name}: test cases in torch") as bar:
-        for name, values in inputs.items():
-            cases.append(reference(network, name, values))
-            bar.advance()
+    named = tracked(inputs.items(), f"{spec.name}: test cases in torch")
+    cases = [reference(network, name, values) for name, values in named]
     if spec.is_denoiser:
         usual = inputs_at(spec, CONDITIONING_SIGMA, bundle)
         for kinds, media in combined_conditioning(bundle).items():

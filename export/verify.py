@@ -38,7 +38,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.machine import computing_dtype
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.progress import Progress
+from megadit.models.shared.progress import tracked
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 
 EPS = {"fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
@@ -126,27 +126,25 @@ def _compare(
 ) -> dict[str, Any]:
     errors: dict[str, dict[str, float]] = {}
     run = _graph(path, spec)
-    with Progress(len(cases), f"{spec.name}: comparing") as bar:
-        for case in cases:
-            try:
-                values = run(case.inputs)
-            except Exception as error:  # ONNX Runtime's exceptions have no common base
-                layer = layer_of_failure(str(error)) or "without a name"
-                raise UserError(
-                    f"{spec.name} does not run with {case.name}: the layer {layer} does not support these sizes "
-                    f"({str(error).strip().splitlines()[0]})"
-                ) from error
-            errors[case.name] = _errors(case, values, spec, config)
-            if max(errors[case.name].values()) > tolerance:
-                del run
-                layer, size = first_difference(path, rebuild(), case.inputs, tolerance)
-                kind = max(errors[case.name], key=errors[case.name].get)
-                raise UserError(
-                    f"the exported {spec.name} is not the network: with {case.name} its {kind} differs by "
-                    f"{errors[case.name][kind]:.1e} (at most {tolerance:.0e}); the first layer that differs is {layer} "
-                    f"(by {size:.1e})"
-                )
-            bar.advance()
+    for case in tracked(cases, f"{spec.name}: comparing"):
+        try:
+            values = run(case.inputs)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base
+            layer = layer_of_failure(str(error)) or "without a name"
+            raise UserError(
+                f"{spec.name} does not run with {case.name}: the layer {layer} does not support these sizes "
+                f"({str(error).strip().splitlines()[0]})"
+            ) from error
+        errors[case.name] = _errors(case, values, spec, config)
+        if max(errors[case.name].values()) > tolerance:
+            del run
+            layer, size = first_difference(path, rebuild(), case.inputs, tolerance)
+            kind = max(errors[case.name], key=errors[case.name].get)
+            raise UserError(
+                f"the exported {spec.name} is not the network: with {case.name} its {kind} differs by "
+                f"{errors[case.name][kind]:.1e} (at most {tolerance:.0e}); the first layer that differs is {layer} "
+                f"(by {size:.1e})"
+            )
     return {"tolerance": tolerance, "worst": _worst(errors), "cases": errors}
 
 
@@ -195,17 +193,15 @@ def verify_runtime(
     """The report of a network that passes with another `runtime`; `run` takes inputs and the shape of the output.
     Raises UserError if the network does not pass, with the case and the error."""
     errors = {}
-    with Progress(len(cases), f"{spec.name}: comparing under {runtime}") as bar:
-        for case in cases:
-            output = run(case.inputs, tuple(case.output.shape)).cpu()
-            errors[case.name] = _errors(case, {spec.output: output}, spec, config)
-            (error,) = errors[case.name].values()
-            if error > TOLERANCES[precision]:
-                raise UserError(
-                    f"{spec.name} under {runtime} is not the network: with {case.name} it differs by {error:.1e} (at "
-                    f"most {TOLERANCES[precision]:.0e}), though its graph passed"
-                )
-            bar.advance()
+    for case in tracked(cases, f"{spec.name}: comparing under {runtime}"):
+        output = run(case.inputs, tuple(case.output.shape)).cpu()
+        errors[case.name] = _errors(case, {spec.output: output}, spec, config)
+        (error,) = errors[case.name].values()
+        if error > TOLERANCES[precision]:
+            raise UserError(
+                f"{spec.name} under {runtime} is not the network: with {case.name} it differs by {error:.1e} (at "
+                f"most {TOLERANCES[precision]:.0e}), though its graph passed"
+            )
     return {"tolerance": TOLERANCES[precision], "worst": _worst(errors), "cases": errors}
 
 

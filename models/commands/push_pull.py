@@ -23,7 +23,7 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import MANIFEST_FILE, atomic_directory, check_replaceable, inner_path, read_json
 from megadit.models.shared.outside import check_own
-from megadit.models.shared.progress import Progress
+from megadit.models.shared.progress import tracked
 
 HUB = "hf://"
 _URL = "hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH"
@@ -71,11 +71,9 @@ def push_bundle(bundle: str | os.PathLike, url: str) -> None:
         return
     store, root = _store(url)
     try:
-        with Progress(len(files), "sending") as bar:
-            for name in files:
-                store.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
-                store.put_file(str(path / name), f"{root}/{name}")
-                bar.advance()
+        for name in tracked(files, "sending"):
+            store.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
+            store.put_file(str(path / name), f"{root}/{name}")
     except Exception as error:  # each store has its own exceptions
         raise UserError(f"{url} cannot be written to: {error}") from error
 
@@ -114,12 +112,10 @@ def _pull_from_store(url: str, directory: Path) -> None:
     try:
         store.get_file(f"{root}/{MANIFEST_FILE}", str(directory / MANIFEST_FILE))
         names = _listed(directory)
-        with Progress(len(names), "fetching") as bar:
-            for name in names:
-                target = inner_path(directory, name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(f"{root}/{name}", str(target))
-                bar.advance()
+        for name in tracked(names, "fetching"):
+            target = inner_path(directory, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            store.get_file(f"{root}/{name}", str(target))
     except UserError:
         raise
     except Exception as error:  # each store has its own exceptions

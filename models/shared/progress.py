@@ -3,8 +3,11 @@
 import os
 import sys
 import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+Item = TypeVar("Item")
 
 BAR, ASCII_BAR = "━─", "#-"
 SHORTEST_BAR, LONGEST_BAR = 8, 40
@@ -145,3 +148,11 @@ class Progress:
         done, rest = BAR if encoding.startswith("utf") else ASCII_BAR
         filled = width_left * min(max(self.completed, 0), self.total) // max(self.total, 1)
         return f"{line}  {done * filled}{rest * (width_left - filled)}"
+
+
+def tracked(items: Collection[Item], description: str) -> Iterator[Item]:
+    """The items in turn, each of which counts in a `Progress` once its work is done: when the next is asked for."""
+    with Progress(len(items), description) as bar:
+        for item in items:
+            yield item
+            bar.advance()

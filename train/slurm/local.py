@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megadit.models.shared.cli.command import ending_signals, exit_code
+from megadit.models.shared.cli.command import ending_signals_to, exit_code
 from megadit.models.shared.errors import StoppedError
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.folder_lock import FolderLock
@@ -108,12 +108,8 @@ def _stops_on_signal() -> Iterator[None]:
         print("stopped by a signal; --local --failed runs what has not succeeded", file=sys.stderr, flush=True)
         raise StoppedError(number)
 
-    before = {number: signal.signal(number, stop) for number in ending_signals()}
-    try:
+    with ending_signals_to(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop(running: dict[subprocess.Popen, tuple[str, str]]) -> None:

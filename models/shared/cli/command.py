@@ -242,6 +242,17 @@ def ending_signals() -> list[signal.Signals]:
     return [number for number in asked if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
+@contextlib.contextmanager
+def ending_signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within the block, signals to end call `handler`."""
+    before = {number: signal.signal(number, handler) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 def exit_code(returncode: int) -> int:
     """Convert the return code of `subprocess` to a shell's exit code."""
     return returncode if returncode >= 0 else 128 - returncode
@@ -301,12 +312,8 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
         if number != signal.SIGINT or not os.isatty(0):  # a terminal sends it to both
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in ending_signals()}
-    try:
+    with ending_signals_to(pass_on):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     if came:
         raise StoppedError(came[0])
 

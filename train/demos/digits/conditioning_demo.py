@@ -13,7 +13,7 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.shared.progress import Progress
+from megadit.models.shared.progress import tracked
 from megadit.train.demos import contact_sheets
 from megadit.train.demos.clips import pixels
 from megadit.train.demos.digits import classifier, conditioning_data, conditioning_score, score
@@ -70,10 +70,8 @@ def _score(demo: ConditioningDemo) -> None:
         "text_before": lambda: conditioning_score.text_to_video(base, reader, attributes, base.defaults.guidance),
     }
     result = {"num_clips": len(attributes)}
-    with Progress(len(measures), "measuring") as bar:
-        for name, measure in measures.items():
-            result[name] = measure()
-            bar.advance()
+    for name, measure in tracked(measures.items(), "measuring"):
+        result[name] = measure()
     write_json(demo.out / "score.json", result)
 
 
