@@ -137,10 +137,8 @@ class TrainedTensors:
     def _read_keys(self, directory: Path, names: dict[str, str]) -> dict[str, Tensor]:
         parameters, shards = dict(self.parameters), {}
         for key, parameter in ((key, parameters[name]) for key, name in names.items()):
-            empty, replica = (
-                torch.empty(parameter.shape, dtype=torch.float32),
-                self.ownership.group_of(parameter).rank(),
-            )
+            empty = torch.empty(parameter.shape, dtype=torch.float32)
+            replica = self.ownership.group_of(parameter).rank()
             shards[key] = self._sharded(key, parameter, empty, replica=replica)
         # ranks may read different tensors, which Megatron's check of access integrity would refuse
         return dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
