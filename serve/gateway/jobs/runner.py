@@ -332,17 +332,16 @@ class Runner:
         self._metrics.stages.labels("store", run.job.key_id).observe(time.monotonic() - began)
         seconds = self._settings.result_seconds
         results = {"seconds_to_live": seconds, "scores": video.scores}
-        if self._persist(lambda: self._store.complete(run.job, result, **results)):
+        if self._record(run, lambda: self._store.complete(run.job, result, **results)):
             self._end(run, "completed")
         else:
-            self._results.remove(result.name)  # deleted meanwhile, or taken over by another gateway
+            self._results.remove(result.name)
 
     def _settle_stopped(self, run: _Run, error: CancelledError) -> None:
         if run.stopped_for == _CANCELLED:
-            self._metrics.videos.labels(run.job.key_id, run.job.model, "cancelled").inc()
-            log("job cancelled", job=run.job.id, step=run.job.step)
+            self._cancelled(run)
         elif run.stopped_for == _DRAINED:
-            self._persist(lambda: self._store.give_back(run.job))
+            self._record(run, lambda: self._store.give_back(run.job))
         else:
             self._interrupt(run, "its server hangs" if run.stopped_for == _LOST else str(error))
 
@@ -352,13 +351,13 @@ class Runner:
         self._metrics.interruptions.labels(run.server.url).inc()
         log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
         if (
-            self._persist(lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
+            self._record(run, lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
             and run.job.is_suspected
         ):
             self._end(run, "failed", "server_failed")
 
     def _fail(self, run: _Run, code: str, message: str) -> None:
-        if self._persist(lambda: self._store.fail(run.job, code, message)):
+        if self._record(run, lambda: self._store.fail(run.job, code, message)):
             self._end(run, "failed", code)
 
     def _end(self, run: _Run, outcome: str, code: str | None = None) -> None:
@@ -367,6 +366,17 @@ class Runner:
             run.attempt.end(code)
             self._metrics.errors.labels(run.job.key_id, code).inc()
         log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
+
+    def _cancelled(self, run: _Run) -> None:
+        self._metrics.videos.labels(run.job.key_id, run.job.model, "cancelled").inc()
+        log("job cancelled", job=run.job.id, step=run.job.step)
+
+    def _record(self, run: _Run, write: Callable[[], bool]) -> bool:
+        """Writes the outcome of a job; False if it was deleted meanwhile, or another gateway has taken it over."""
+        is_ours = self._persist(write)
+        if not is_ours and self._persist(lambda: self._store.is_deleted(run.job)):
+            self._cancelled(run)
+        return is_ours
 
     def _persist(self, write: Callable[[], bool]) -> bool:
         """Writes to the store; retries while that fails (a full disk), until this gateway ends."""

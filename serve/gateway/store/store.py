@@ -230,6 +230,11 @@ class JobStore:
             same = select(JOBS.c.number).where(JOBS.c.number == job.number, JOBS.c.result_name == result.name)
             return connection.execute(same.where(JOBS.c.status == COMPLETED)).first() is not None
 
+    def is_deleted(self, job: Job) -> bool:
+        with self._database.reading() as connection:
+            deleted = select(JOBS.c.number).where(JOBS.c.number == job.number, JOBS.c.status == DELETED)
+            return connection.execute(deleted).first() is not None
+
     def fail(self, job: Job, code: str, message: str) -> bool:
         return self._change(job, lambda now: failure(now, code, message))
 

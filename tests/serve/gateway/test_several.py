@@ -12,7 +12,7 @@ from sqlalchemy import select
 from megadit.serve.gateway.store.database import JOBS, Database
 from megadit.serve.launch.local_server import LocalServer
 
-LONG = {"prompt": "a long one", "num_steps": 400, "num_frames": 1}
+LONG = {"prompt": "a long one", "num_steps": 5000, "num_frames": 1}  # not done before it is cancelled
 SHORTER = LONG | {"num_steps": 250}
 
 

@@ -1,12 +1,14 @@
 """A store that fails at any moment: no job is left behind, and every gateway ends."""
 
 import contextlib
+import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -95,6 +97,30 @@ def test_what_runs_or_is_about_to_run_is_not_taken_for_lost(gateway, key):
     runner._runs.clear()
     runner.recover()
     assert gateway.store.get(key.id, job.id).status == QUEUED
+
+
+@pytest.mark.parametrize("then", ["deleted", "taken over", "kept"])
+@pytest.mark.parametrize("ending", ["video", "failure", "interruption"])
+def test_a_job_deleted_as_it_ends_counts_as_cancelled(gateway, key, caplog, ending, then):
+    caplog.set_level(logging.INFO)
+    job = gateway.store.create(key, NEW)[0]
+    run = _Run(job=gateway.store.claim(MODELS), server=gateway.servers.all[0], generation=None)
+    if then == "deleted":
+        gateway.store.delete(key.id, job.id)
+    elif then == "taken over":
+        gateway.store.requeue(run.job)
+    end = {
+        "video": lambda: gateway.runner._keep(run, SimpleNamespace(data=b"mp4", media_type="video/mp4", scores=None)),
+        "failure": lambda: gateway.runner._fail(run, "timed_out", "not done"),
+        "interruption": lambda: gateway.runner._interrupt(run, "its server hangs"),
+    }
+    end[ending]()
+    is_kept = (ending, then) == ("video", "kept")
+    events = [record.getMessage() for record in caplog.records]
+    assert events.count("job cancelled") == (then == "deleted") and events.count("job completed") == is_kept
+    count = gateway.metrics.videos.labels(key.id, job.model, "cancelled")._value.get()
+    assert count == (then == "deleted")
+    assert len(gateway.results._names()) == is_kept
 
 
 def test_a_job_that_cannot_be_read_stops_no_other(gateway, key, responding, drained, monkeypatch):
