@@ -3,7 +3,6 @@
 import ctypes
 import http.client
 import os
-import resource
 import signal
 import struct
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import raise_descriptor_limit
 
 _SECONDS_BETWEEN_CHECKS = 0.5
 SECONDS_TO_ANSWER = 3.0
@@ -248,13 +248,6 @@ def keep_running(
 
 def print_on_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def raise_descriptor_limit() -> int:
-    """Raises the limit of open files of this process and its children to the maximum; returns it."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def _prepare_child() -> None:

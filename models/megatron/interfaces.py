@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.resources import raise_descriptor_limit
 
 SIOCGIFADDR = 0x8915
 """ioctl request for the address of an interface (netdevice(7))."""
@@ -44,12 +45,13 @@ def interface_towards(host: str) -> str | None:
 
 
 def join_ranks(backend: str, **settings: Any) -> None:
-    """Initializes torch.distributed with all ranks.
+    """Initializes torch.distributed with all ranks; of hundreds, gloo connects each with every other one in each group.
 
     Raises:
         UserError: if the port is in use by another program, or ranks do not connect.
     """
     name_gloos_interface()
+    raise_descriptor_limit()
     try:
         dist.init_process_group(backend, **settings)
     except dist.DistNetworkError as error:

@@ -1,8 +1,9 @@
 """The part of its machine that this process may use, by its control groups: cores, with threads and how they wait, and
-memory, with the refusal of plans that exceed it."""
+memory, with the refusal of plans that exceed it; and how many files it may open."""
 
 import math
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -53,6 +54,13 @@ def prepare_threads() -> None:
 def rank_environment(ranks: int) -> dict[str, str]:
     """Environment variables that set the threads of each of `ranks` ranks; {} if the user has set them."""
     return {} if asked_threads() else dict.fromkeys((THREADS, SHARED_OUT), str(threads_of_a_rank(ranks)))
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the limit of open files of this process and its children to the maximum; returns it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def _allowed_cores() -> int:

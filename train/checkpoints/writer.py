@@ -27,6 +27,9 @@ class BackgroundWrite:
     def __init__(self, request: AsyncRequest, directory: Path, prefix: str) -> None:
         """`request`: Megatron's; names of the files that it writes into `directory` begin with `prefix`."""
         self._request, self._directory, self._prefix = request, directory, prefix
+        self._arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:  # a new thread's GPU is 0, where each rank would open a context
+            self._arguments[1] = request.preload_fn()
         self._error: Exception | None = None
         self._sums: dict[str, str] = {}
         self._thread = Thread(target=self._write, name="checkpoint", daemon=True)
@@ -54,10 +57,8 @@ class BackgroundWrite:
 
     def _write(self) -> None:
         try:
-            arguments = list(self._request.async_fn_args)
-            if self._request.preload_fn is not None:
-                arguments[1] = self._request.preload_fn()
-            self._request.async_fn(*arguments, **self._request.async_fn_kwargs)
+            if self._request.async_fn is not None:  # of few tensors some ranks have none
+                self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
             names = sorted(path.name for path in self._directory.glob(f"{self._prefix}*"))
             for name in names:
                 sync(self._directory / name)

@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.supervise import raise_descriptor_limit
+from megadit.models.shared.resources import raise_descriptor_limit
 
 _SECONDS_TO_ASK = 10.0
 """Seconds from the start of a connection, or the end of a response, to the complete head of the next request."""

@@ -1,6 +1,7 @@
 """Ranks on two nodes find each other though a node's own name resolves to loopback: two network namespaces."""
 
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -112,3 +113,18 @@ def test_a_port_that_is_taken_is_told_in_one_line(monkeypatch):
         with pytest.raises(UserError, match=f"MASTER_PORT={port}: the port is in use .* set another") as told:
             join_ranks("gloo")
     assert "\n" not in str(told.value)
+
+
+def test_ranks_may_open_as_many_connections_as_the_machine_allows(monkeypatch):
+    """256 ranks hold 1,785 each for Megatron's groups; a shell's usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard - 1), hard))
+    try:
+        join_ranks("gloo")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert seen == [(hard, hard)]
