@@ -188,6 +188,22 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def destroyed_at_end() -> Iterator[None]:
+    """Context after which the groups are destroyed; after an error at once, though others may wait for this rank in a
+    collective: NCCL would wait here for them, and nobody would learn of the error."""
+    from megatron.core import parallel_state
+
+    try:
+        yield
+    except BaseException:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        raise
+    destroy()
+
+
 def _order_kernels(layout: ParallelSizes) -> None:
     """Sets the number of CUDA queues, before CUDA starts: one under tensor parallelism, so that communication starts
     before the product that overlaps with it; more for FSDP, whose gathers overlap with computation."""

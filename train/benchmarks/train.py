@@ -89,7 +89,7 @@ def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepCos
     from megadit.train.engine.setup import check_memory, start_processes
 
     groups = start_processes(config)
-    try:
+    with process_groups.destroyed_at_end():
         if not options.even_if_too_large:
             check_memory(config, groups)
         with Progress(options.warmup + options.steps + 1, "measuring", enabled=groups.is_first) as bar:
@@ -97,8 +97,6 @@ def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepCos
                 config, groups, warmup=options.warmup, steps=options.steps, trace=options.trace, advance=bar.advance
             )
         return measurements, describe(groups.device) | {"ranks": groups.world_size}
-    finally:
-        process_groups.destroy()
 
 
 def run_of(recipe: str | None, config_file: str | None, overrides: Sequence[str]) -> RunConfig:

@@ -48,7 +48,11 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
     """
     with StopRequest() as stop:
         groups = start_processes(config)
-        with _sole_writer(config, groups) as fence, _watchdog(config) as watchdog:
+        with (
+            _sole_writer(config, groups) as fence,
+            _watchdog(config) as watchdog,
+            process_groups.destroyed_at_end(),
+        ):
             try:
                 if not even_if_too_large:
                     check_memory(config, groups)
@@ -68,8 +72,6 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
                     raise
                 print(f"error: {lost}; run the same command to continue", file=sys.stderr, flush=True)
                 os._exit(EXIT_CODE)  # the process groups cannot be destroyed without the lost rank
-            finally:
-                process_groups.destroy()
 
 
 @contextmanager

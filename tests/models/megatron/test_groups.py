@@ -20,6 +20,25 @@ def test_one_process_needs_no_torchrun(run_ranks):
     run_ranks(1, "-c", code)
 
 
+def test_after_an_error_other_ranks_are_not_waited_for(run_ranks):
+    """`destroy_process_group` of NCCL waits for ranks that are in a collective without this one."""
+    code = (
+        "from megadit.models.configs.config import DiTConfig\n"
+        "from megadit.models.megatron import groups\n"
+        "import torch.distributed as dist\n"
+        "ended, destroy = [], dist.destroy_process_group\n"
+        "dist.destroy_process_group = lambda: ended.append(True) or destroy()\n"
+        "for error in (None, ValueError()):\n"
+        "    ended.clear(), groups.initialize(groups.ParallelSizes(), DiTConfig())\n"
+        "    try:\n"
+        "        with groups.destroyed_at_end():\n"
+        "            if error is not None: raise error\n"
+        "    except ValueError: pass\n"
+        "    assert not dist.is_initialized() and ended == [True] * (error is None), (error, ended)"
+    )
+    run_ranks(1, "-c", code)
+
+
 @pytest.mark.parametrize(
     ("layout", "given", "expected"),
     [
