@@ -6,15 +6,16 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.resources import available_cores, host_memory
@@ -153,6 +154,17 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def on_its_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that launches Triton kernels: on the GPU of its first input, not on the current one."""
+
+    @wraps(function)
+    def there(x: Tensor, *inputs: Any, **named: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return function(x, *inputs, **named)
+
+    return there
 
 
 def reset_peak_memory(device: torch.device) -> None:

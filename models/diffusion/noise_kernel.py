@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megadit.models.machine import on_its_gpu
+
 BLOCKS = 256
 """Counters, of four words each, that one program turns into numbers."""
 LOG = tl.constexpr(tuple(1 / (2 * n + 1) for n in reversed(range(11))))
@@ -23,6 +25,7 @@ SINE = tl.constexpr(tuple((-1) ** n / math.factorial(2 * n + 1) for n in reverse
 LN_2, HALF_PI = tl.constexpr(math.log(2)), tl.constexpr(math.pi / 2)
 
 
+@on_its_gpu
 def normal_by_kernel(key_R: Tensor, position_R: Tensor, width: int, stream: int | Tensor) -> Tensor:
     """`noise.normal`, float32 [R, width]; `stream` is a number, or int64 [R] as keys and positions are."""
     stream_R = stream if isinstance(stream, Tensor) else torch.full_like(key_R, stream)

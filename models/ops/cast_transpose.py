@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megadit.models.machine import on_its_gpu
+
 ROWS, COLUMNS = 128, 64
 """Size of the tile that one program transposes."""
 CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
+@on_its_gpu
 def cast_transposed(x_NK: Tensor, factor: Tensor, dtype: torch.dtype, *, both: bool) -> tuple[Tensor | None, Tensor]:
     """(codes [N, K] if `both`, else None; codes [K, N]) of x [N, K] * factor [], float32,
     rounded to `dtype`."""

@@ -16,11 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megadit.models.machine import on_its_gpu
+
 COLUMNS = 1024
 """Columns of a row that one program processes, where columns are independent."""
 RUNS_AT_ONCE = 16
 
 
+@on_its_gpu
 def norm_backward(
     grad_S1D: Tensor,
     x_S1D: Tensor,
@@ -51,6 +54,7 @@ def norm_backward(
     return grad_x, *_of_rows(sums_2PD, row_P, gain_GD).unbind()
 
 
+@on_its_gpu
 def gate_backward(
     grad_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, row_S: Tensor, starts_P: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -60,17 +60,19 @@ def _blocks(training: Training) -> Iterator[tuple[str, nn.Module]]:
 def _gradients(training: Training) -> Sums:
     measured = defaultdict(list)
     for owned in training.tensors.ownership.slices:
+        factor = getattr(owned.optimizer, "gradient_factor", None)  # of gradients that it scales as it reads them
         if owned.key.grad is not None:
-            measured[owned.name].append(_measure(owned.key.grad))
+            measured[owned.name].append(_measure(owned.key.grad, factor))
         elif getattr(owned.parameter, "main_grad", None) is not None:  # not copied where it is float32 already
-            measured[owned.name].append(_measure(owned.cut(owned.parameter.main_grad)))
+            measured[owned.name].append(_measure(owned.cut(owned.parameter.main_grad), factor))
     return {name: _add(values) for name, values in measured.items()}
 
 
 @torch.no_grad()
-def _measure(x: Tensor) -> Tensor:
-    """[sum of squares, count, largest], left on the device."""
+def _measure(x: Tensor, factor: Tensor | None = None) -> Tensor:
+    """[sum of squares, count, largest] of x, of any shape, times a scalar; left on the device."""
     x = (x.to_local() if hasattr(x, "to_local") else x).detach().float()
+    x = x if factor is None else x * factor.float()
     largest = x.abs().max() if x.numel() else x.new_zeros(())
     return torch.stack([x.square().sum(), x.new_tensor(x.numel()), largest])
 

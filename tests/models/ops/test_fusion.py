@@ -245,3 +245,16 @@ def test_chains_compile_whole_and_stay_what_they_are(monkeypatch):
     for ours, theirs in zip(found, plain, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["norm_backward", "gate_backward", "cast_transposed", "normal_by_kernel"])
+def test_kernels_run_on_the_gpu_of_their_tensors(name, monkeypatch):
+    """Triton launches on the current one: of others it reads nothing, or before it is written."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from megadit.models.diffusion import noise_kernel
+    from megadit.models.ops import cast_transpose, row_sums
+
+    [launch] = [getattr(of, name) for of in (row_sums, cast_transpose, noise_kernel) if hasattr(of, name)]
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: pytest.fail(f"{x} chooses"))
+    with pytest.raises(pytest.fail.Exception, match="its own GPU chooses"):
+        launch("its own GPU")

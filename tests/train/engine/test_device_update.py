@@ -55,6 +55,13 @@ def test_weights_losses_and_norms_are_the_same(found, name):
         assert told["checksums"]
 
 
+@pytest.mark.parametrize("name", FOLDED | SAME)
+def test_statistics_are_of_the_gradients_that_the_optimizer_used(found, name):
+    for of_rank in found:
+        plain, ours = of_rank[name]["gradients"]
+        assert ours == pytest.approx(plain, rel=1e-4, abs=1e-9) and max(plain) > 0
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_megatrons_weights_and_losses_are_the_same_to_the_bit_and_norms_as_roots_are(found, name):
     for of_rank in found:

@@ -1,5 +1,5 @@
-"""Steps with the update of a GPU and with Megatron's: prints losses, norms, how far apart the weights end, and what the
-host asked for meanwhile.
+"""Steps with the update of a GPU and with Megatron's: prints losses, norms, sizes of gradients, how far apart the
+weights end, and what the host asked for meanwhile.
 
 Usage: device_update.py OUT CASES [FACTOR]; every rank runs it. CASES is {name: case}, see `layouts.py`; norms are taken
 times FACTOR.
@@ -24,6 +24,7 @@ from megadit.train.engine import device_update, setup
 from megadit.train.engine.device_update import DeviceUpdate  # noqa: E402
 from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
 from megadit.train.engine.step import train_step  # noqa: E402
+from megadit.train.monitoring.statistics import Statistics  # noqa: E402
 from megadit.train.optim import optimizer
 from megadit.train.optim.state import held  # noqa: E402
 
@@ -65,11 +66,13 @@ def run(out, case, update):
     config = run_config(out, case)
     training = build_training(config, start_processes(config))
     batches = TrainBatches(config, training.groups)
-    results = [train_step(training, batches, step + 1) for step in range(NUM_STEPS)]
+    with Statistics(training, is_due=True) as sizes:
+        results = [train_step(training, batches, 1)]
+    results += [train_step(training, batches, step + 1) for step in range(1, NUM_STEPS)]
     own = {name: held(parameter)[1].float().clone() for name, parameter in training.named_parameters()}
     weights = {name: value for name, value in own.items() if value.numel()}  # of few rows some ranks have none
     process_groups.release()
-    return results, weights
+    return results, weights, {name: size["rms"] for name, size in sizes.found["gradient"].items()}
 
 
 def main(out, cases, factor):
@@ -80,13 +83,14 @@ def main(out, cases, factor):
     told = {}
     for name, case in cases.items():
         asked.clear()
-        plain, expected = run(out, case, lambda *made: None)
-        ours, found = run(out, case, lambda made, parts: Watched(made))
+        plain, expected, of_plain = run(out, case, lambda *made: None)
+        ours, found, of_ours = run(out, case, lambda made, parts: Watched(made))
         apart = max((((found[key] - expected[key]).norm() / expected[key].norm()).item(), key) for key in expected)
         told[name] = {
             "apart": apart,
             "losses": [[step.loss for step in steps] for steps in (plain, ours)],
             "norms": [[step.grad_norm for step in steps] for steps in (plain, ours)],
+            "gradients": [[of[name] for name in sorted(of)] for of in (of_plain, of_ours)],
             "asked": len(asked),
             "checksums": [step.sample_checksum for step in plain] == [step.sample_checksum for step in ours],
         }
