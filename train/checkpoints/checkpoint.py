@@ -15,11 +15,12 @@ import dataclasses
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,11 @@ from megadit.train.config.load import to_yaml
 from megadit.train.config.schema import RunConfig
 
 Fence = Callable[[], None]
+Result = TypeVar("Result")
 FORMAT_VERSION = 2
 LOADERS = "loaders"
+SECONDS_OF_A_SIGN = 30.0
+"""Interval in which the first rank tells the others that a long task goes on."""
 
 
 @dataclass(slots=True)
@@ -122,11 +126,12 @@ class CheckpointStore:
         base: str | None = None,
         teacher: str | None = None,
         fence: Fence = lambda: None,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         """`base`, `teacher`: fingerprints of an adapter's base and of a student's teacher. `fence` ends this process if
-        another one has locked the folder meanwhile.
+        another one has locked the folder meanwhile, `mark` reports progress to the watchdog.
         """
-        self._fence = fence
+        self._fence, self._mark = fence, mark
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups
@@ -214,10 +219,9 @@ class CheckpointStore:
                 self._fence()
                 write_sums(unfinished, found)
                 publish(unfinished, path)
+        self._finish_copy()  # it may still read the previous checkpoint
         if self._groups.is_first:
             print(f"checkpoint: {path}", flush=True)
-            if self._copy is not None:
-                self._copy.finish()  # it may still read the previous checkpoint
             _delete_old(path, self._config.checkpoint.keep_last, self._saved)
             if self._copy is not None:
                 self._copy.start(path, keep_last=self._config.checkpoint.keep_last, preserved=self._saved)
@@ -226,8 +230,11 @@ class CheckpointStore:
     def close(self) -> None:
         """Wait for the last checkpoint and its second copy."""
         self.finish()
-        if self._copy is not None:
-            self._copy.finish()
+        self._finish_copy()
+
+    def _finish_copy(self) -> None:
+        if self._config.checkpoint.copy_to is not None:
+            self._by_first(lambda: self._copy.finish())
 
     def load(self, path: Path, tensors: TrainedTensors) -> tuple[RunState, SavedReaders]:
         """Restore the tensors of a checkpoint that `latest` found; return the state of the run and of all readers.
@@ -250,13 +257,25 @@ class CheckpointStore:
         """Broadcast the candidates that the first rank finds, one by one (the next may have to be fetched)."""
         iterator = candidates() if self._groups.is_first else None
         while True:
-            found = [_next_or_error(iterator) if self._groups.is_first else None]
-            dist.broadcast_object_list(found, src=0)
-            if isinstance(found[0], UserError):
-                raise found[0]
-            if found[0] is None:
+            found = self._by_first(lambda: _next_or_error(iterator))
+            if isinstance(found, UserError):
+                raise found
+            if found is None:
                 return
-            yield found[0]
+            yield found
+
+    def _by_first(self, compute: Callable[[], Result]) -> Result:
+        """The result, on all ranks, of what the first one computes; others wait however long a copy takes: neither the
+        watchdog nor a collective's limit of time ends them."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            future = thread.submit(compute) if self._groups.is_first else None
+            found: list[tuple[Result] | None] = [None]
+            while found[0] is None:
+                self._mark()
+                if future is not None and wait([future], SECONDS_OF_A_SIGN).done:
+                    found = [(future.result(),)]
+                dist.broadcast_object_list(found, src=0)
+        return found[0][0]
 
     def _own(self) -> Iterator[Path]:
         yield from reversed(named_checkpoints(self.root))

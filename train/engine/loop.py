@@ -127,7 +127,10 @@ class _Run:
         self.fence = fence
         self.config = training.config
         teacher = None if training.teacher is None else training.teacher.fingerprint
-        self.store = CheckpointStore(training.config, training.groups, training.base, teacher, fence)
+        self.store = CheckpointStore(
+            *(training.config, training.groups, training.base, teacher, fence),
+            lambda: mark(self.state.iteration, "finding, fetching or copying checkpoints"),
+        )
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()
         if self.config.validation.interval:

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import socket
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from megadit.models.machine import multiplies
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.ops.crossover import tune_for_cpu
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.resources import check_memory_fits, threads_of_a_rank
 from megadit.train.checkpoints.init_from import InitialWeights, initial_weights, read_teacher
@@ -37,6 +40,8 @@ from megadit.train.plan.memory import SMALLER, needed_memory, with_recompute
 
 CRITIC = "critic."
 """Prefix of the names of a critic's tensors in checkpoints."""
+SECONDS_TO_APPEAR = 90.0
+"""Time after which other nodes see a new file: NFS remembers for up to a minute that there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,22 @@ def begin_folder(config: RunConfig, groups: Groups) -> None:
         with atomic_path(folder / "config.yaml") as temporary:
             temporary.write_text(to_yaml(config), encoding="utf-8")
     dist.barrier()
+    _check_shared(Path(config.train.output_dir) / "config.yaml")
+
+
+def _check_shared(written: Path) -> None:
+    """Raises UserError on all ranks if one of them does not see what the first has written: each writes its share of a
+    checkpoint into the same folder."""
+    deadline = time.monotonic() + SECONDS_TO_APPEAR
+    while not written.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, None if written.exists() else socket.gethostname())
+    if blind := sorted(set(filter(None, hosts))):
+        raise UserError(
+            f"{', '.join(blind)} cannot see {written}, which the first rank has written: set train.output_dir to a "
+            "folder that all nodes share"
+        )
 
 
 def _set_matmul_precision(precision: MatmulPrecision) -> None:

@@ -1,13 +1,20 @@
 """Checkpoints at a second place, by URL."""
 
 import importlib.util
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import fsspec
 import pytest
+import torch.distributed as dist
 
 from megadit.models.megatron.integrity import SUMS, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
+from megadit.train.checkpoints import checkpoint as checkpoints
+from megadit.train.checkpoints.checkpoint import CheckpointStore
 from megadit.train.checkpoints.mirror import SecondCopy, check_url
+from megadit.train.recipes import load_recipe
 
 
 @pytest.fixture(params=["memory", "file", "s3"])
@@ -95,3 +102,25 @@ def test_a_url_that_cannot_be_used(url):
         pytest.skip("s3fs is installed")
     with pytest.raises(UserError, match=f"checkpoint.copy_to={url} cannot be used"):
         check_url(url)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_all_ranks_report_to_the_watchdog_while_the_first_copies(is_first, monkeypatch, tmp_path):
+    """A copy of some hundred gigabytes takes longer than a collective, or the watchdog, waits."""
+    signs, done = [], []
+    monkeypatch.setattr(checkpoints, "SECONDS_OF_A_SIGN", 0.02)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+
+    def broadcast(found, src):
+        if not is_first:
+            found[0] = (None,) if len(signs) > 4 else None
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    config = load_recipe("digits_tiny")
+    config = replace(config, checkpoint=replace(config.checkpoint, copy_to="memory://slow"))
+    config = replace(config, train=replace(config.train, output_dir=str(tmp_path)))
+    store = CheckpointStore(config, SimpleNamespace(is_first=is_first), mark=lambda: signs.append(True))
+    if is_first:
+        store._copy = SimpleNamespace(finish=lambda: time.sleep(0.2) or done.append(True))
+    store.close()
+    assert len(signs) > 4 and done == [True] * is_first
