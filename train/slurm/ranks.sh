@@ -12,10 +12,11 @@ set -uo pipefail
 
 nodes=${SLURM_JOB_NUM_NODES:-@@{nodes}}
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# a port of the job's own, below 32768: Linux takes those from there on for any connection
 ranks=(
   torchrun
   --nnodes="$nodes" --nproc-per-node=@@{ranks} --max-restarts=@@{max_restarts} @@{numa_binding}
-  --rdzv-backend=c10d --rdzv-endpoint="$head_node:$((20000 + SLURM_JOB_ID % 20000))"
+  --rdzv-backend=c10d --rdzv-endpoint="$head_node:$((20000 + SLURM_JOB_ID % 12000))"
   --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
   @@{program}
 )

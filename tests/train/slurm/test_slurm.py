@@ -1,6 +1,7 @@
 """The scripts of `megadit slurm`: what they ask of Slurm, and that they run."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.load import change
 from megadit.train.slurm.__main__ import main
 from megadit.train.slurm.config import ChainConfig
-from megadit.train.slurm.scripts import scripts
+from megadit.train.slurm.scripts import scripts, validation_script
 
 from ..conftest import FEW_STEPS
 
@@ -59,6 +60,16 @@ def test_no_setting_becomes_a_line_of_a_script(setting, tmp_path):
     override = f"{setting}={json.dumps([value] if setting.endswith('options') else value)}"
     with pytest.raises(UserError, match=r"touch trapped.*(more than one line of a script|write H:MM:SS)"):
         scripts(chain(override, example=True))
+
+
+def test_nodes_meet_at_a_port_that_no_other_connection_takes():
+    """Linux takes 32768 to 60999 for connections that ask for none."""
+    checks = validation_script(chain(example=True), nodes=2, nodelist=None, partition=None)
+    for text in (scripts(chain(example=True))["train.sh"], checks):
+        port = re.search(r"\$\(\(.*SLURM_JOB_ID.*?\)\)", text)[0]
+        for job in (1, 11_999, 12_000, 19_999, 4_123_456):
+            found = subprocess.run(["bash", "-c", f"SLURM_JOB_ID={job}; echo {port}"], capture_output=True, check=True)
+            assert 20_000 <= int(found.stdout) < 32_768
 
 
 def test_sbatch_lines_come_before_the_first_command():
