@@ -22,6 +22,7 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.models.host_to_device import levels_on
+from megadit.models.machine import is_out_of_memory, said_of_memory
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.shared.errors import UserError
@@ -209,7 +210,8 @@ def _generate(
     """Number of a prompt, which is its seed -> video, by the EMA weights `sigma_rel`; {} on ranks that only take part.
 
     Prompts are divided among the model replicas; those with common collectives (FSDP, experts) all generate the same.
-    Videos that cannot be generated do not end the run: `without` and the reason are printed.
+    Videos that cannot be generated do not end the run: `without` and the reason are printed. Too little memory, though,
+    ends a rank with others that wait for it in a collective.
     """
     groups, is_together = training.groups, training.config.parallel.sizes.copies_work_together
     numbers = range(len(prompts))
@@ -220,6 +222,10 @@ def _generate(
             videos = _pipeline(training, texts)(texts, seeds=list(mine)) if texts else []
         except UserError as error:
             print(f"{without}: {error}", flush=True)
+        except (RuntimeError, MemoryError) as error:
+            if is_together or groups.copy.size() > 1 or not is_out_of_memory(error):
+                raise
+            print(f"{without}, for want of memory: {said_of_memory(error)}", flush=True)
     is_reporting = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
     return dict(zip(mine, videos, strict=False)) if is_reporting else {}
 

@@ -1,6 +1,7 @@
 """What validation samples with, beside the network in training."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -76,3 +77,24 @@ def test_a_shift_suits_the_size_that_is_asked_for(config, tiny_dataset):
     wider = config("validation.sampling.shift=auto", f"validation.sampling.height={height}")
     assert sampling_defaults(wider, info).shift == pytest.approx(2.0)
     assert sampling_defaults(config("validation.sampling.shift=auto"), info).shift == 1.0
+
+
+@pytest.mark.parametrize(("together", "ranks"), [(False, 1), (False, 2), (True, 1)])
+def test_a_rank_that_samples_alone_goes_on_without_memory_for_it(together, ranks, monkeypatch, capsys):
+    def no_memory(training, texts):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.5 GiB")
+
+    monkeypatch.setattr(validation, "_pipeline", no_memory)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    training = SimpleNamespace(
+        groups=SimpleNamespace(readers=group, copy=SimpleNamespace(rank=lambda: 0, size=lambda: ranks)),
+        config=SimpleNamespace(parallel=SimpleNamespace(sizes=SimpleNamespace(copies_work_together=together))),
+        ema_weights=SimpleNamespace(swapped_in=lambda *_: nullcontext()),
+        parameters=list,
+    )
+    if together or ranks > 1:  # others wait for this one
+        with pytest.raises(torch.OutOfMemoryError):
+            validation._generate(training, ["a"], None, "no videos of step 4")
+        return
+    assert validation._generate(training, ["a"], None, "no videos of step 4") == {}
+    assert "no videos of step 4, for want of memory: CUDA out of memory." in capsys.readouterr().out
