@@ -77,6 +77,7 @@ MEASUREMENTS = {
     "xl-graphs": Measurement(("steps.py", "xl-graphs"), 60, True, "training on random samples"),
     "behaviour": Measurement(("behaviour.py",), 60),
     "resume": Measurement(("resume.py",), 120, False, "training on random samples"),
+    "several": Measurement(("several.py",), 120, False, "training on random samples"),
     "tiny": Measurement(("steps.py", "tiny"), 90, False, "training on random samples"),
 }
 """In the order in which they matter; `digits` and `tests` follow."""
