@@ -163,7 +163,8 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
     """
     config, groups = training.config, training.groups
     real = _real_videos(config.data.path, config.validation.evaluate_count, config.data.use_train_split_for_val)
-    own = _generate(training, real.prompts, None if best == RAW else float(best), "no metrics")
+    with evaluation(training):
+        own = _generate(training, real.prompts, None if best == RAW else float(best), "no metrics")
     everyones: list[dict] | None = [{} for _ in range(dist.get_world_size())] if groups.is_first else None
     dist.gather_object({number: video.video for number, video in own.items()}, everyones)
     if everyones is None:

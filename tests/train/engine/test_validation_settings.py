@@ -1,7 +1,7 @@
 """What validation samples with, beside the network in training."""
 
 import json
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -98,3 +98,24 @@ def test_a_rank_that_samples_alone_goes_on_without_memory_for_it(together, ranks
         return
     assert validation._generate(training, ["a"], None, "no videos of step 4") == {}
     assert "no videos of step 4, for want of memory: CUDA out of memory." in capsys.readouterr().out
+
+
+def test_metrics_gather_the_weights_before_their_averages_take_their_places(monkeypatch):
+    """With the distributed optimizer they may be on their way; those of other ranks would stay what they were."""
+    places = []
+
+    @contextmanager
+    def evaluation(training):
+        places.append("gathered")
+        yield
+        places.append("on")
+
+    monkeypatch.setattr(validation, "evaluation", evaluation)
+    monkeypatch.setattr(validation, "_real_videos", lambda *_: SimpleNamespace(prompts=["a"]))
+    monkeypatch.setattr(validation, "_generate", lambda *_: places.append("sampled") or {})
+    monkeypatch.setattr(validation.dist, "gather_object", lambda own, everyones: None)
+    settings = SimpleNamespace(evaluate_count=1)
+    config = SimpleNamespace(validation=settings, data=SimpleNamespace(path="", use_train_split_for_val=False))
+    training = SimpleNamespace(config=config, groups=SimpleNamespace(is_first=False))
+    assert validation.evaluate_videos(training, "0.05") == {}
+    assert places == ["gathered", "sampled", "on"]
