@@ -9,14 +9,14 @@ import numpy as np
 from PIL import Image
 
 from megadit.infer.decoding.frame import Frame
-from megadit.infer.decoding.rules import Rules
+from megadit.infer.decoding.rules import Rules, UnusableSourceError, Work
 
 HEAD_BYTES = 4096
 """Bytes from the beginning of a file that `is_animated` needs."""
 SUFFIXES = (".webp", ".png", ".apng", ".avif")
 """Suffixes of pictures that may be animated; a .gif always counts as a video."""
 MAX_BYTES = 1 << 28
-"""Most bytes of a WebP, which the decoder reads whole."""
+"""Most bytes of an animation: decoders read a WebP whole, and a frame of a GIF up to its end."""
 DEFAULT_MILLISECONDS = 100
 """Duration of frames without one, as in browsers."""
 
@@ -66,21 +66,20 @@ class WebpVideo:
     is_regular = True
 
     def __init__(self, file: BinaryIO, rules: Rules, beat: Callable[[], None]) -> None:
-        """Raises ValueError if it is not animated, or too large."""
-        if file.seek(0, 2) > MAX_BYTES:
-            raise ValueError(f"an animation of more than {MAX_BYTES >> 20} MiB")
+        """Raises ValueError if it is not animated, or too large (UnusableSourceError)."""
+        check_bytes(file)
         self._file, self._rules, self._beat = file, rules, beat
-        self._milliseconds = [duration or DEFAULT_MILLISECONDS for duration in _durations(file)]
-        if not self._milliseconds:
+        self._frames = [(duration or DEFAULT_MILLISECONDS, size) for duration, size in _durations(file)]
+        if not self._frames:
             raise ValueError("it is not animated")
 
     @property
     def fps(self) -> float:
-        return rate(self._milliseconds, self.time_base)
+        return rate([duration for duration, _ in self._frames], self.time_base)
 
     @property
     def seconds(self) -> float:
-        return sum(self._milliseconds) / 1000
+        return sum(duration for duration, _ in self._frames) / 1000
 
     def seek(self, time: int) -> bool:
         """False: every frame depends on the ones before it."""
@@ -89,10 +88,12 @@ class WebpVideo:
     def frames(self) -> Iterator[Frame]:
         """Yield the frames in RGB or RGBA, up to the first damaged one."""
         self._file.seek(0)
+        work = Work()
         with Image.open(self._file, formats=["WEBP"]) as image:
             start = 0
-            for number, duration in enumerate(self._milliseconds):
+            for number, (duration, size) in enumerate(self._frames):
                 self._beat()
+                work.add(size, image.width * image.height)
                 try:
                     image.seek(number)
                     mode = "RGBA" if image.has_transparency_data else "RGB"
@@ -105,15 +106,23 @@ class WebpVideo:
                 start += duration
 
 
-def _durations(file: BinaryIO) -> Iterator[int]:
-    """Milliseconds of each frame: its chunk (ANMF) begins with place and size, twelve bytes, and then its duration."""
+def check_bytes(file: BinaryIO) -> None:
+    """Raises UnusableSourceError for a file that is too large for an animation, or a picture that is read whole."""
+    if file.seek(0, 2) > MAX_BYTES:
+        raise UnusableSourceError("too large", f"more than {MAX_BYTES >> 20} MiB, which its decoder reads at once")
+    file.seek(0)
+
+
+def _durations(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Milliseconds and bytes of each frame: its chunk (ANMF) begins with place and size, twelve bytes, and then its
+    duration."""
     place = 12
     while True:
         file.seek(place)
         head = file.read(8 + 15)
         if len(head) < 8:
             return
-        if head[:4] == b"ANMF":
-            yield int.from_bytes(head[20:23], "little")
         size = int.from_bytes(head[4:8], "little")
+        if head[:4] == b"ANMF":
+            yield int.from_bytes(head[20:23], "little"), size
         place += 8 + size + size % 2

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin
 
-from megadit.infer.decoding.animations import webp_size
+from megadit.infer.decoding.animations import check_bytes, webp_size
 from megadit.infer.decoding.colour import coded_to_srgb, conversion, gamma_to_srgb, profile_to_srgb
 from megadit.infer.decoding.rules import CONVERSIONS, Rules, UnusableSourceError, opaque
 from megadit.models.shared.errors import UserError
@@ -49,7 +49,7 @@ def read_picture(
         UnusableSourceError: if it cannot be decoded, or is too large.
     """
     try:
-        size = webp_size(file.read(30))
+        size = webp_size(check_searched(file))
         if size is not None:  # its decoder allocates the whole picture before its size can be checked
             rules.check(*size)
             check(*size)
@@ -84,6 +84,18 @@ def read_picture(
         raise UnusableSourceError("broken", UNREADABLE) from None
     except Exception as error:  # decoders raise any exception
         raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
+
+
+def check_searched(file: BinaryIO) -> bytes:
+    """The first 30 bytes of a file, for `webp_size`.
+
+    Raises:
+        UnusableSourceError: if it is large, and a picture that Pillow reads or searches whole to find its size.
+    """
+    head = file.read(30)
+    if head.startswith(b"\xff\xd8") or head[4:8] == b"ftyp" or webp_size(head) is not None:
+        check_bytes(file)
+    return head
 
 
 def _exif_of_boxes(file: BinaryIO) -> bytes:

@@ -6,6 +6,10 @@ from PIL import Image
 
 MAX_PIXELS = 1 << 27
 """Most pixels of a picture, slightly more than 15360x8640."""
+PIXELS_PER_BYTE, FREE_PIXELS = 100_000, 10_000_000_000
+"""Most pixels of frames for each byte that they are decoded from, and in addition to these: a recording of a still
+screen has half as many, and an animation of single dots on a large canvas, without them, keeps a decoder busy for days.
+"""
 
 VIDEO_SUFFIXES = tuple(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif "
@@ -48,6 +52,21 @@ class Rules:
         if width * height > self.max_pixels:
             raise UnusableSourceError(
                 "too large", f"{width}x{height} pixels; at most {self.max_pixels / 1e6:g} megapixels"
+            )
+
+
+class Work:
+    """Pixels of the frames decoded from one file, limited by their bytes."""
+
+    def __init__(self) -> None:
+        self._left = FREE_PIXELS
+
+    def add(self, num_bytes: int, num_pixels: int) -> None:
+        """Raises UnusableSourceError for too many pixels from too few bytes."""
+        self._left += PIXELS_PER_BYTE * num_bytes - num_pixels
+        if self._left < 0:
+            raise UnusableSourceError(
+                "too large", f"its frames unfold to over {PIXELS_PER_BYTE:,} pixels for each byte; no usual clips do"
             )
 
 

@@ -14,11 +14,14 @@ from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.pictures import read_picture
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.video import open_video
+from megadit.models.shared.resources import host_memory
 
 _PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"Pf",
              b"qoif", b"\xff\x0a", b"\xff\x4f\xff\x51", b"\0\0\0\x0cJXL ", b"\0\0\0\x0cjP  ")  # fmt: skip
 _STREAMS_OF_PICTURES = (".mjpeg", ".mjpg")
 _BRANDS = (b"avif", b"heic", b"heix", b"mif1")
+_COPIES = 2
+"""Frames are in memory twice, when they become one array."""
 ROUNDED_TO = 0.001
 """Seconds; times may have been rounded this much before they were written to the container."""
 MOST_SECONDS = 24 * 3600.0
@@ -80,7 +83,7 @@ def read_all(
     A variable frame rate is resampled to a constant one; all frames are resized to the size of the first.
 
     Raises:
-        UnusableSourceError: if it cannot be decoded, frames are damaged, or it is too large.
+        UnusableSourceError: if it cannot be decoded, frames are damaged, or it is too large for the memory.
     """
     head = file.read(HEAD_BYTES)
     file.seek(0)
@@ -90,12 +93,19 @@ def read_all(
         return np.asarray(image)[None], 0.0
     with open_video(file, rules, containers=containers) as video:
         fps = video.fps if video.fps < math.inf else USUAL_FPS
-        pictures, size, before = [], None, None
+        pictures, size, before, most = [], None, None, math.inf
         check(1, 1, 1, video.seconds)
         frames = _within_seconds(video.frames(), video.time_base, lambda seconds: check(1, 1, 1, seconds))
         for frame in _whole(sampled(frames, video.time_base, fps)):
-            size = size or frame.size
+            if size is None:
+                size = frame.size
+                most = host_memory() // (_COPIES * 3 * size[0] * size[1])
             check(len(pictures) + 1, *size, len(pictures) / fps)
+            if len(pictures) >= most:
+                raise UnusableSourceError(
+                    "too large",
+                    f"its {most:,} first frames of {size[1]}x{size[0]} fill the memory; cut it, or scale it",
+                )
             pictures.append(pictures[-1] if frame is before else frame.fitted(*size))
             before = frame
     if not pictures:

@@ -21,11 +21,15 @@ from megadit.infer.decoding.colour import NOT_CONVERTED
 from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
 from megadit.infer.decoding.cropping import NO_CROP, Crop, Cropper, crops_of
 from megadit.infer.decoding.frame import Frame
-from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.rules import Rules, UnusableSourceError, Work
 from megadit.models.shared.documents import placeholder
 
 _ALPHA_DECODERS = {"vp8": "vp8", "vp9": "vp9", "libvpx": "vp8", "libvpx-vp9": "vp9"}
-_ANIMATIONS = ("gif", "apng")
+_COVERS = ("mjpeg", "png", "bmp", "tiff", "webp", "gif")
+"""Codecs of pictures: beside a stream of another codec, one is a cover that is not marked as attached."""
+_MOST_WAITING = 64
+"""Frames that wait for their alpha, or it for them: ffmpeg reads the tracks of a file up to a second apart."""
+_Decoded = tuple[av.VideoFrame, np.ndarray | None, bool, bool]
 
 
 @contextmanager
@@ -65,6 +69,7 @@ def _animation_durations(file: BinaryIO, rules: Rules, containers: str) -> list[
     file.seek(0)
     if not head.startswith((b"GIF8", b"\x89PNG")):
         return []
+    animations.check_bytes(file)
     with open_container(file, containers=containers, max_pixels=rules.max_pixels) as container:
         found = [packet.duration for packet in container.demux(video=0) if packet.duration]
     file.seek(0)
@@ -85,6 +90,7 @@ class Video:
         streams = [stream for stream in container.streams.video if not _is_picture(stream)]
         if not streams:
             raise UnusableSourceError("broken", "it holds no video")
+        streams = [stream for stream in streams if not _is_cover(stream)] or streams
         is_default = av.stream.Disposition.default
         streams = [stream for stream in streams if stream.disposition & is_default] or streams
         self._stream = next((stream for stream in streams if stream.frames != 1), streams[0])  # AVIF's first is still
@@ -93,6 +99,9 @@ class Video:
         self._container, self._rules, self._beat, self._durations = container, rules, beat, durations
         self._stream.codec_context.thread_count = 1  # sources are read in parallel already
         self._stream.codec_context.flags |= Flags.unaligned  # else columns cropped at the left are shown
+        self._track = _alpha_track(container, self._stream)
+        self._planes: dict[int, np.ndarray] = {}
+        """Time -> alpha channel, of the track that has it alone."""
         rules.check(self._stream.width, self._stream.height)
         crop = crops[self._stream.index] if self._stream.index < len(crops) else NO_CROP
         self._cropper = Cropper(crop, self._stream.width, self._stream.height)
@@ -153,20 +162,36 @@ class Video:
                 is_damaged=is_damaged,
                 follows_loss=follows_loss,
             )
-            for pixels, alpha_HW, is_damaged, follows_loss in self._decoded()
+            for pixels, alpha_HW, is_damaged, follows_loss in self._with_alpha()
         )
         for frame in deinterlaced(frames):
             self.is_regular = self.is_regular and clock.is_regular
             yield self._cropper(frame)
 
-    def _decoded(self) -> Iterator[tuple[av.VideoFrame, np.ndarray | None, bool, bool]]:
+    def _with_alpha(self) -> Iterator[_Decoded]:
+        """Decoded frames with the planes of the alpha track, whose packets come before or after theirs."""
+        waiting: deque[_Decoded] = deque()
+        for decoded in self._decoded():
+            waiting.append(decoded)
+            while waiting and (
+                self._track is None or waiting[0][0].pts in self._planes or len(waiting) > _MOST_WAITING
+            ):
+                yield self._paired(*waiting.popleft())
+        yield from (self._paired(*decoded) for decoded in waiting)
+
+    def _paired(self, frame: av.VideoFrame, alpha_HW: np.ndarray | None, *flags: bool) -> _Decoded:
+        return frame, self._planes.pop(frame.pts, alpha_HW), *flags
+
+    def _decoded(self) -> Iterator[_Decoded]:
         """(frame, alpha, whether it is damaged, whether others before it were lost).
 
         Frames after a damaged one depend on it, until the next key frame.
         """
         is_damaged = follows_loss = False
         alpha = _AlphaStream(self._stream, self._rules) if self._stream.metadata.get("alpha_mode") == "1" else None
-        packets = self._container.demux(self._stream)
+        track = self._track
+        tracks = [self._stream] if track is None else [self._stream, track]
+        packets, work = self._container.demux(tracks), Work()
         while True:
             self._beat()
             try:
@@ -179,6 +204,12 @@ class Video:
                 continue
             except (av.FFmpegError, EOFError):
                 return
+            work.add(packet.size, sum(frame.width * frame.height for frame in frames))
+            if packet.stream is track:
+                self._planes.update((frame.pts, _eight_bits(frame)) for frame in frames)
+                while len(self._planes) > _MOST_WAITING:  # of times at which no frame is
+                    del self._planes[next(iter(self._planes))]
+                continue
             planes = alpha.decode(packet) if alpha else []
             for number, frame in enumerate(frames):
                 if matrix := NOT_CONVERTED.get(frame.colorspace):
@@ -209,9 +240,32 @@ class _AlphaStream:
         return []
 
 
+def _alpha_track(container: av.container.InputContainer, stream: av.VideoStream) -> av.VideoStream | None:
+    """The grey stream of an animated AVIF that is the alpha channel of this one."""
+    if container.metadata.get("major_brand") != "avis":
+        return None
+    after = (other for other in container.streams.video if other.index > stream.index and other.codec_context)
+    return next((other for other in after if other.frames == stream.frames and _is_grey(other)), None)
+
+
+def _is_grey(stream: av.VideoStream) -> bool:
+    return (stream.codec_context.pix_fmt or "").startswith("gray")
+
+
+def _eight_bits(frame: av.VideoFrame) -> np.ndarray:
+    """A grey frame as it is stored, in uint8 HW."""
+    plane_HW = frame.to_ndarray()
+    return (plane_HW >> max(0, frame.format.components[0].bits - 8)).astype(np.uint8)
+
+
 def _is_picture(stream: av.VideoStream) -> bool:
     """Whether a stream is an attached picture, such as a cover."""
     return bool(stream.disposition & (av.stream.Disposition.attached_pic | av.stream.Disposition.still_image))
+
+
+def _is_cover(stream: av.VideoStream) -> bool:
+    """Whether the codec of a stream is one of pictures."""
+    return stream.codec_context is not None and stream.codec_context.name in _COVERS
 
 
 # --- Presentation times of frames, corrected: decoders return frames in the order of presentation ---------------------

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
+from megadit.infer.decoding.pictures import check_searched
 from megadit.infer.decoding.rules import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
 from megadit.infer.generate.options import refuse
@@ -161,6 +162,8 @@ def _opens(path: Path) -> bool:
         if path.stat().st_size > MAX_FILE_BYTES:
             return False
         if path.suffix.lower() in IMAGE_SUFFIXES:  # and so a GIF
+            with path.open("rb") as file:
+                check_searched(file)
             with Image.open(path):
                 return True
         with open_container(str(path)) as container:

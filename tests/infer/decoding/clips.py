@@ -283,6 +283,22 @@ def _two_streams(path: Path) -> None:
             container.mux(stream.encode())
 
 
+def _covered(path: Path) -> None:
+    """A cover first, which nothing marks as attached, and then the video."""
+    cover = io.BytesIO()
+    Image.new("RGB", (48, 48), "white").save(cover, "jpeg")
+    with av.open(str(path), "w") as container:
+        first, stream = container.add_stream("mjpeg", rate=1), container.add_stream("libx264", rate=FPS)
+        first.height, first.width, first.pix_fmt = 48, 48, "yuvj420p"
+        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
+        packet = av.Packet(cover.getvalue())
+        packet.stream, packet.pts, packet.dts, packet.time_base = first, 0, 0, Fraction(1)
+        container.mux(packet)
+        for shown in frames():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shown, format="rgb24")))
+        container.mux(stream.encode())
+
+
 STILL_MS = [*(1000 * number // 4 for number in range(6)), 16_250, 16_500]
 TIMES = [
     video("offset.mkv", times=[5000 + 1000 * number // FPS for number in range(COUNT)]),
@@ -292,4 +308,5 @@ TIMES = [
     Row(name="joined.ts", make=_joined, numbers=range(2 * COUNT)),
     Row(name="joined_later.ts", make=partial(_joined, shift=3_600_000), numbers=range(2 * COUNT)),
     Row(name="default_second.mkv", make=_two_streams),
+    *(Row(name=f"covered.{suffix}", make=_covered) for suffix in ("mp4", "mkv", "avi")),
 ]  # fmt: skip

@@ -320,7 +320,10 @@ ANIMATIONS = [
                    **options | ({"disposal": 2} if suffix == "gif" else {})),
     )
 ]  # fmt: skip
-ANIMATIONS += [_animation("even.avif", quality=95)]
+ANIMATIONS += [
+    _animation("even.avif", quality=95),
+    _animation("alpha.avif", pictures=see_through(6), fields=HIDDEN, quality=95),
+]
 
 
 # --- no pictures --------------------------------------------------------------------------------------------------
