@@ -109,7 +109,7 @@ class WebpVideo:
 def check_bytes(file: BinaryIO) -> None:
     """Raises UnusableSourceError for a file that is too large for an animation, or a picture that is read whole."""
     if file.seek(0, 2) > MAX_BYTES:
-        raise UnusableSourceError("too large", f"more than {MAX_BYTES >> 20} MiB, which its decoder reads at once")
+        raise UnusableSourceError("large file", f"more than {MAX_BYTES >> 20} MiB, which its decoder reads at once")
     file.seek(0)
 
 

@@ -66,7 +66,7 @@ class Work:
         self._left += PIXELS_PER_BYTE * num_bytes - num_pixels
         if self._left < 0:
             raise UnusableSourceError(
-                "too large", f"its frames unfold to over {PIXELS_PER_BYTE:,} pixels for each byte; no usual clips do"
+                "decompression bomb", f"its frames unfold to over {PIXELS_PER_BYTE:,} pixels for each byte"
             )
 
 

@@ -158,7 +158,7 @@ def check_columns(asked: Iterable[str], columns: Iterable[str], where: str) -> N
 def texts_of(value: Any) -> list[str]:
     """The captions in a value: a text, a list, responses in a conversation, or texts by language or length."""
     match value:
-        case None:
+        case None | bool():
             return []
         case str():
             return _texts_of_string(value.strip())

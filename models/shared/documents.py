@@ -7,6 +7,7 @@ import json
 import math
 import pickletools
 import re
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from megadit.models.shared.errors import UserError
 
 MAX_BYTES = 1 << 24
 """Default maximum bytes of a document; parsed, it takes up to thirty times as much memory."""
+MAX_TOML_BYTES = 1 << 20
+"""Maximum bytes of a TOML document: its reader is slow."""
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects."""
 
@@ -46,6 +49,8 @@ _STRING = r'(?P<string>"[^"\\]*+(?:\\.[^"\\]*+)*+"?)'
 _COMMENT = re.compile(rf"{_STRING}|//[^\r\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/)?", re.DOTALL)
 _LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*+(?:[]}}]|\Z))", re.DOTALL)
 _END_OF_OBJECT = re.compile(rf"{_STRING}|\}}(?=\s*+\{{)", re.DOTALL)
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
+"""A dotted key of TOML that is deeper than the limit."""
 OLD_NUMBERS = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 """Octal and base 60, which YAML 1.1 reads without quotes, and YAML 1.2 does not: 010 is 8, 4:00:00 is 14400."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -123,6 +128,33 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_
         raise
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{where} is not valid YAML: {_in_short(error)}") from None
+
+
+def parse_toml(text: str, where: str, *, max_bytes: int = MAX_TOML_BYTES) -> dict[str, Any]:
+    """The value of an untrusted TOML document.
+
+    Raises:
+        UserError: if it is not valid TOML, or is longer or deeper than the limits.
+    """
+    check_size(len(text), where, max_bytes)
+    try:
+        if _LONG_KEY.search(text):  # which takes quadratic time
+            raise RecursionError
+        document = tomllib.loads(text)
+        level, depth = [document], 0
+        while level:
+            level, depth = [inner for each in level for inner in _inner(each)], depth + 1
+            if depth > MAX_DEPTH:
+                raise RecursionError
+        return document
+    except RecursionError:
+        raise UserError(f"{where} has more than {MAX_DEPTH} lists and tables within one another") from None
+    except ValueError as error:
+        raise UserError(f"{where} is not valid TOML: {_in_short(error)}") from None
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def check_yaml(text: str | bytes, where: str) -> None:

@@ -6,12 +6,13 @@
 | `labels/clip.txt` for `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
 | `prompt.txt` for `videos.txt`, line by line | finetrainers, CogVideo |
 | `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.yaml`, `.parquet`, `.csv.gz` anywhere | Hugging Face, DiffSynth, kohya |
+| the same in TOML, beside a file or for many | |
 | any other table with captions whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
-| `captions.txt` as a CSV, or without a header a file and its caption in a line | Flickr8k |
+| `captions.txt` as a CSV, or without a header a file and its caption in a line, or turned | Flickr8k |
 | `*.toml` with `caption_extension`, and with folders of masks and conditions | kohya, musubi, diffusion-pipe |
 """
 
-import tomllib
+import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,18 +31,20 @@ from megadit.models.shared.captions import (
     score_in,
     texts_of,
 )
-from megadit.models.shared.documents import check_plain_text, parse_loose_json, parse_yaml
+from megadit.models.shared.documents import check_plain_text, parse_loose_json, parse_toml, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.text_encoding import decoded
 from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.sources.listing import Reading
-from megadit.train.data.ingest.sources.rows import TABLES, YAML, lines_of, open_text, read_table, table_name
+from megadit.train.data.ingest.sources.rows import TABLES, TOML, YAML, lines_of, open_text, read_table, table_name
 from megadit.train.data.ingest.sources.sniff import NEVER, is_media_name
 from megadit.train.dataset.places import is_url
 
 METADATA = "metadata"
-SIDE_SUFFIXES = (".json", ".txt", ".caption", *YAML)
-_TREES = (".json", *YAML)
+SIDE_SUFFIXES = (".json", ".txt", ".caption", *YAML, TOML)
+SUBTITLES = (".srt", ".vtt", ".ass", ".ssa", ".sbv", ".lrc", ".ttml")
+"""Suffixes of texts of which each line belongs to a part of a clip: no captions."""
+_TREES = (".json", *YAML, TOML)
 MEDIA_FOLDERS = frozenset("videos video images image clips media".split())
 TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "txt", "annotations")
 FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
@@ -50,6 +53,8 @@ CONDITION_FOLDERS = ("control_directory", "conditioning_data_dir", "control_path
 """Keys in `*.toml` of trainers: folders of pictures that go with those that are trained on."""
 LOOKED_AT = 20
 """Number of rows by which it is decided whether a table names files of the folder."""
+MOST_FOLDERS = 32
+"""Folders of a prefix of all names of a table that are looked for."""
 MOST_DOCUMENTS = 64
 """Documents of JSON or YAML of one folder that are opened to see whether they are tables."""
 SPLITS = {
@@ -159,8 +164,8 @@ def _names_files(folder: Folder, table: Table) -> bool:
 
 def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
     """Whether a table names files and has captions: one of sizes or scores must not hide captions beside the files."""
-    resolver = Resolver(folder, table.base)
     try:
+        resolver = resolver_of(folder, table, reading.caption_encoding)
         for row in islice(table.rows(reading.caption_encoding), LOOKED_AT):
             if not any(row.get(column) for column in reading.columns or caption_columns(tuple(row))):
                 continue
@@ -173,6 +178,16 @@ def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
     return False
 
 
+def resolver_of(folder: Folder, table: Table, encoding: str | None) -> "Resolver":
+    """The resolver of a table's names, whose first rows say whether they begin elsewhere."""
+    resolver = Resolver(folder, table.base)
+    rows = islice(table.rows(encoding), LOOKED_AT)
+    resolver.find_prefix(
+        [name for row in rows for column in file_columns(tuple(row)) for name in files_of(row[column])]
+    )
+    return resolver
+
+
 class Resolver:
     """Files by their possible names in rows: relative to the table, to the source, as whole path, without suffix,
     as in a URL."""
@@ -181,6 +196,23 @@ class Resolver:
         self._folder, self._base = folder, base
         if base and not any(is_media_name(name) for name in folder.under(base)):
             self._base = ""  # a folder of tables alone, whose files lie elsewhere, as OpenVid's
+        self.prefix = ""
+        """Folder with which all names begin, on the machine or in the folder where the table was written."""
+
+    def find_prefix(self, names: Sequence[str]) -> None:
+        """Find the `prefix` without which most of the names are files of the folder, if none is with it: relative to
+        the table, or to the folder."""
+        inner = [name for name in map(self._inner, names) if not is_url(name)]
+        if any(map(self.resolve, inner)):
+            return
+        common = os.path.commonprefix([name.split("/")[:-1] for name in inner])[:MOST_FOLDERS]
+        most = 0
+        for base in dict.fromkeys(("", self._base)):
+            other = Resolver(self._folder, base)
+            for prefix in ("/".join(common[:length]) + "/" for length in range(1, len(common) + 1)):
+                found = set(map(other.resolve, (name.removeprefix(prefix) for name in inner))) - {None}
+                if len(found) > most:
+                    most, self.prefix, self._base = len(found), prefix, base
 
     def resolve(self, name: str) -> str | None:
         """The name of the file in the folder; None if there is none, or it is not clear which."""
@@ -217,7 +249,7 @@ class Resolver:
             name = name.removeprefix(f"{root}/")
         while name.startswith("./"):
             name = name[2:]
-        return name
+        return name.removeprefix(self.prefix)
 
     def _of_its_name(self, name: str) -> str | None:
         tail = f"/{name}"
@@ -271,6 +303,8 @@ def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, 
     suffix = PurePosixPath(name).suffix.lower()
     if suffix in YAML:
         values = parse_yaml(text, "it", is_text=True)
+    elif suffix == TOML:
+        values = parse_toml(text, "it")
     elif suffix == ".json":
         values = parse_loose_json(text, "it", is_finite=False) if text else {}
     else:
@@ -307,8 +341,8 @@ def read_trainers(folder: Folder) -> Trainers:
             continue
         with open_file(folder.path(name)) as file:
             try:
-                document = tomllib.loads(file.read(MAX_CAPTION_BYTES).decode())
-            except (ValueError, RecursionError):
+                document = parse_toml(file.read(MAX_CAPTION_BYTES).decode(), name)
+            except ValueError:
                 continue
         resolver = Resolver(folder, name[: name.rfind("/") + 1])
         for part in _dicts_in(document):

@@ -80,9 +80,18 @@ class Listing:
         return f"{counted(counts)}; {first.source} first{detail}"
 
 
+MOST_CAPTIONS = 64
+"""Captions of a source, of each of which its samples store features."""
+
+
 def shorten_captions(listing: Listing, most_words: int) -> None:
-    """Cut captions longer than `most_words`, and record it."""
+    """Cut captions longer than `most_words`, and leave out those after `MOST_CAPTIONS`, and record it."""
     for number, source in enumerate(listing.sources):
+        if (count := len(source.captions)) > MOST_CAPTIONS:
+            source = replace(source, more_captions=source.captions[1:MOST_CAPTIONS])
+            listing.sources[number] = source
+            reason = f"source with more than {MOST_CAPTIONS} captions, of which these are used"
+            listing.remarks.append(Skip(source=source.name, reason=reason, detail=f"{count:,} captions"))
         if all(len(text) <= most_words for text in source.captions):
             continue  # so many letters are no more words
         cut = tuple(shortened(text, most_words) for text in source.captions)

@@ -6,12 +6,13 @@ import io
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from megadit.models.shared.captions import caption_columns, file_columns, with_files
-from megadit.models.shared.documents import MAX_BYTES, check_size, parse_loose_json, parse_yaml
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_loose_json, parse_toml, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.text_encoding import HEAD_BYTES, encoding_of, remedy
 from megadit.train.data.ingest.sources.files import open_file
@@ -20,7 +21,8 @@ from megadit.train.data.ingest.sources.sniff import is_media_name
 
 JSON = (".jsonl", ".ndjson", ".json")
 YAML = (".yaml", ".yml")
-TABLES = (".csv", ".tsv", *JSON, ".parquet", *YAML)
+TOML = ".toml"
+TABLES = (".csv", ".tsv", *JSON, ".parquet", *YAML, TOML)
 OTHER_TABLES = (".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".h5", ".sqlite", ".db", ".tfrecord")
 """Suffixes of tables that are not read."""
 _GZIP = ".gz"
@@ -36,6 +38,7 @@ _BARE = ": "
 """Separators of lines without a header that quote nothing."""
 _SEPARATOR_LINE = re.compile(r"sep=.\s*$", re.IGNORECASE)
 """The first line of a CSV for Excel."""
+_NUMBER = re.compile(r"\s*(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?)?\s*")
 _CAPTION_NUMBER = re.compile(r"#\d+$")
 """The number of a caption that Flickr8k has after the name of a file."""
 _SENTENCE = re.compile(r"[^\W\d_]\s+[^\W\d_]|[\u0370-\U0010ffff]")
@@ -72,15 +75,17 @@ def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
                 for number, line in enumerate(lines_of(file, path), 1):
                     if line.strip():
                         found = parse_loose_json(line, f"line {number} of {path}", is_finite=False)
-                        yield from (_row(row, path) for row in (found if isinstance(found, list) else [found]))
+                        rows = [_turned_row(found)] if _turned_row(found) else found
+                        yield from (_row(row, path) for row in (rows if isinstance(rows, list) else [rows]))
         elif suffix in JSON:
             with open_text(path, encoding) as file:
                 content = file.read(MAX_JSON_BYTES + 1)
             document = parse_loose_json(content, path, max_bytes=MAX_JSON_BYTES, is_finite=False)
             yield from (_row(row, path) for row in json_rows(document))
-        elif suffix in YAML:
+        elif suffix in (*YAML, TOML):
             with open_text(path, encoding) as file:
-                document = parse_yaml(file.read(MAX_BYTES + 1), path, is_text=True)
+                text = file.read(MAX_BYTES + 1)
+            document = parse_toml(text, path) if suffix == TOML else parse_yaml(text, path, is_text=True)
             yield from (_row(row, path) for row in json_rows(document))
         else:
             raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
@@ -136,7 +141,7 @@ def _has_lines(path: str, encoding: str | None, suffix: str) -> bool:
         heads = [line.strip()[:2] for line in islice(filter(str.strip, file.read(HEAD_CHARACTERS).splitlines()), 2)]
     if suffix == ".json":
         return len(heads) == 2 and all(head[0] == "{" for head in heads)
-    return not heads or (heads[0] != "{" and heads[0][0] != "[")
+    return not heads or (heads[0] != "{" and heads[0][0] != "[") or (len(heads) == 2 and {*heads} == {'["'})
 
 
 def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
@@ -153,21 +158,34 @@ def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
 def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
     lines = lines_of(file, path)
     header = next((line for line in lines if line.strip() and not _is_before_header(line)), "")
-    without_header = next((each for each in SEPARATORS + _BARE if _is_captioned(header, each)), None)
-    header = header if without_header else header.removeprefix("#")
-    delimiter = without_header or max(SEPARATORS, key=lambda each: _likelihood(header, each))
-    has_blanks = f"{delimiter} " in header  # after separators: else those before a quote make it a part of the text
-    rows = csv.DictReader(
-        chain([header], lines),
-        ("file_name", "caption") if without_header else None,
-        restkey=REST,
-        delimiter=delimiter,
-        strict=True,  # else a quote that is not closed takes in all rows after it
-        skipinitialspace=has_blanks,
-        quoting=csv.QUOTE_NONE if delimiter in _BARE else csv.QUOTE_MINIMAL,
+    shapes = {each: found for each in SEPARATORS + _BARE if (found := _shape_of(header, each))}
+    # a caption may have other separators, which leave a part of it with the name of the file
+    delimiter = min(
+        shapes, key=lambda each: len(shapes[each].row(_fields(header, each), each)["file_name"]), default=""
     )
-    names, first = tuple(rows.fieldnames or ()), 1 if without_header else 2
+    shape = shapes.get(delimiter)
+    header = header if shape else header.removeprefix("#")
+    delimiter = delimiter or max(SEPARATORS, key=lambda each: _likelihood(header, each))
+    form = {
+        "delimiter": delimiter,
+        "strict": True,  # else a quote that is not closed takes in all rows after it
+        # else blanks before a quote make it a part of the text
+        "skipinitialspace": f'{delimiter} "' in header if shape else f"{delimiter} " in header,
+        "quoting": csv.QUOTE_NONE if delimiter in _BARE else csv.QUOTE_MINIMAL,
+    }
+    rows = (
+        csv.reader(chain([header], lines), **form)
+        if shape
+        else csv.DictReader(chain([header], lines), restkey=REST, **form)
+    )
+    first = 1 if shape else 2
     try:
+        if shape:
+            for fields in filter(None, rows):
+                yield shape.row(fields, delimiter)
+                first = rows.line_num + 1
+            return
+        names = tuple(rows.fieldnames or ())
         for name in (*caption_columns(names), *file_columns(names)):
             if names.count(name) > 1:
                 raise UserError(f"{path} has {names.count(name)} columns {name!r}; rename all but one")
@@ -177,8 +195,6 @@ def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
             row |= dict.fromkeys((name for name in caption_columns(names) if row[name] in _MISSING), "")
             if REST in row and caption_columns(names) == names[-1:]:  # commas of a caption without quotes
                 row[names[-1]] = delimiter.join([row[names[-1]], *row.pop(REST)])
-            if without_header:
-                row["file_name"] = _CAPTION_NUMBER.sub("", row["file_name"])
             yield row
             first = rows.line_num + 1
     except csv.Error as error:
@@ -190,15 +206,51 @@ def _csv_rows(file: io.TextIOWrapper, path: str) -> Iterator[dict[str, Any]]:
 def _is_before_header(line: str) -> bool:
     """Whether a line names the separator, or is a comment."""
     is_comment = line.startswith("#") and not any(
-        _is_captioned(line, each) or _likelihood(line[1:], each)[0] for each in SEPARATORS
+        _shape_of(line, each) or _likelihood(line[1:], each)[0] for each in SEPARATORS
     )
     return is_comment or _SEPARATOR_LINE.match(line) is not None
 
 
-def _is_captioned(line: str, separator: str) -> bool:
-    """Whether a line is the file name of a picture or video, and its caption."""
-    name, _, text = line.partition(separator)
-    return is_media_name(_CAPTION_NUMBER.sub("", name.strip(' "'))) and _SENTENCE.search(text) is not None
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Rows without a header: a file and its caption, or a caption and its file, between numbers."""
+
+    before: int
+    """Columns of numbers before them, and after them."""
+    after: int
+    is_file_first: bool
+
+    def row(self, fields: list[str], delimiter: str) -> dict[str, str]:
+        """A caption without quotes may have separators in it."""
+        inner = fields[self.before : len(fields) - self.after]
+        name, texts = (inner[:1], inner[1:]) if self.is_file_first else (inner[-1:], inner[:-1])
+        caption = delimiter.join(texts).strip()
+        name = _CAPTION_NUMBER.sub("", "".join(name).strip())
+        return {"file_name": name, "caption": "" if caption in _MISSING else caption}
+
+
+def _fields(line: str, separator: str) -> list[str]:
+    if separator in _BARE:
+        return line.split(separator)
+    try:
+        return next(csv.reader([line.strip("\r\n")], delimiter=separator, skipinitialspace=True), [])
+    except csv.Error:
+        return []
+
+
+def _shape_of(line: str, separator: str) -> _Shape | None:
+    """The shape of rows of which this is the first line; None unless it has the name of a picture or video at one end,
+    and a caption at the other."""
+    fields = _fields(line, separator)
+    ends = [number for number, field in enumerate(fields) if not _NUMBER.fullmatch(field)]
+    if len(ends) < 2:
+        return None
+    for is_first in (True, False) if separator not in _BARE else (True,):
+        shape = _Shape(ends[0], len(fields) - 1 - ends[-1], is_first)
+        row = shape.row(fields, separator)
+        if is_media_name(row["file_name"]) and _SENTENCE.search(row["caption"]):
+            return shape
+    return None
 
 
 def _likelihood(header: str, separator: str) -> tuple[bool, int]:
@@ -213,10 +265,10 @@ def json_rows(document: Any) -> Iterator[Any]:
     MSR-VTT."""
     if isinstance(document, list):
         for row in document:
-            yield {"file_name": row[0], "caption": row[1]} if _is_file_and_caption(row) else row
+            yield _turned_row(row) or row
         return
     if not isinstance(document, dict):
-        raise UserError("a table in JSON or YAML is a list of rows, or an object")
+        raise UserError("a table in JSON, YAML or TOML is a list of rows, or an object")
     for files, texts, key, name in (
         ("images", "annotations", "image_id", "file_name"),
         ("videos", "sentences", "video_id", "video_id"),
@@ -243,12 +295,21 @@ def json_rows(document: Any) -> Iterator[Any]:
         yield from (dict(zip(document, row, strict=True)) for row in zip(*columns, strict=False))
         return
     for name, value in document.items():
+        if row := _turned_row((name, value)) if isinstance(value, str) else None:
+            yield row
+            continue
         is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
         yield {"file_name": name} | (value if isinstance(value, dict) else {"caption": value} if is_text else {})
 
 
-def _is_file_and_caption(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and is_media_name(row[0])
+def _turned_row(row: Any) -> dict[str, Any] | None:
+    """The row of a file and its caption, or of a caption and its file; None of anything else."""
+    if not isinstance(row, list | tuple) or len(row) != 2 or not isinstance(row[0], str):
+        return None
+    if is_media_name(row[0]):
+        return {"file_name": row[0], "caption": row[1]}
+    is_turned = isinstance(row[1], str) and is_media_name(row[1]) and _SENTENCE.search(row[0])
+    return {"file_name": row[1], "caption": row[0]} if is_turned else None
 
 
 def _has_rows(value: Any) -> bool:

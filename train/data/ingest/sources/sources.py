@@ -34,6 +34,7 @@ from megadit.train.data.ingest.sources.files import Folder, open_file, open_fold
 from megadit.train.data.ingest.sources.layouts import (
     METADATA,
     SIDE_SUFFIXES,
+    SUBTITLES,
     Resolver,
     Table,
     caption_files,
@@ -41,6 +42,7 @@ from megadit.train.data.ingest.sources.layouts import (
     find_tables,
     named_table,
     read_trainers,
+    resolver_of,
     split_of,
 )
 from megadit.train.data.ingest.sources.listing import Listing, Reading, as_text, stamp_of
@@ -53,6 +55,7 @@ LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
 MAX_LABEL_CHARACTERS = 1 << 24
 BY_FOLDER = "folders"
 """Value in place of a table of captions: the name of a picture's folder is its label."""
+MOVED = "table whose paths begin elsewhere: what follows was found in this folder"
 MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
 NEW, LEFT_OUT, READ = -1, -2, -3
 """States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
@@ -198,7 +201,8 @@ class _Lister:
     # --- tables
 
     def _read_table(self, table: Table, *, is_named: bool) -> None:
-        resolver, asked = Resolver(self.folder, table.base), self.reading.columns
+        asked = self.reading.columns
+        resolver = resolver_of(self.folder, table, self.reading.caption_encoding)
         columns: dict[str, None] = {}
         has_captions, first, inside, short = False, len(self.listing.sources), True, PurePosixPath(table.name).name
         must_be_one = is_named or PurePosixPath(table.name).stem.lower() == METADATA
@@ -218,6 +222,8 @@ class _Lister:
             raise UserError(f"{table.path} has no rows below its header; write one for each file, or remove the table")
         if not has_captions and must_be_one:
             raise UserError(_lacks(table, "captions", CAPTION_COLUMNS, columns))
+        if resolver.prefix:
+            self.listing.remarks.append(Skip(source=table.name, reason=MOVED, detail=resolver.prefix))
         self._mark(table.name, READ)
         if table.file_list:
             self._mark(table.file_list.removeprefix(f"{self.folder.root}/"), READ)
@@ -351,6 +357,8 @@ class _Lister:
             return f"{suffix} of no {self.kind}, or without captions"
         if suffix in SIDE_SUFFIXES:
             return f"{suffix} of no {self.kind}, or beside another caption of it"
+        if suffix in SUBTITLES:
+            return f"{suffix}, whose lines are of parts of a clip (write what the whole of it shows in a .txt)"
         if suffix in OTHER_TABLES:
             return f"{suffix} (a table is read as {', '.join(TABLES)}, or these with .gz)"
         return suffix or "file without a suffix"

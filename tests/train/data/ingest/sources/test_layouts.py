@@ -22,7 +22,7 @@ from megadit.models.shared.captions import caption_columns, captions_in, file_co
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.clips.decode import read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.sources import rows
+from megadit.train.data.ingest.sources import layouts, rows
 from megadit.train.data.ingest.sources.listing import Listing, Reading, shorten_captions
 from megadit.train.data.ingest.sources.rows import read_table
 from megadit.train.data.ingest.sources.sources import list_folder
@@ -87,6 +87,8 @@ BESIDE = {
     "yaml": ({"a.yaml": "# by hand\ncaption: a cat\nscore: 010\n"}, ("a cat",)),
     "yaml between lines": ({"a.yaml": "---\ncaption: a cat\n---\n"}, ("a cat",)),
     "yaml of a text": ({"a.yml": "a cat\n"}, ("a cat",)),
+    "toml": ({"a.toml": '# by hand\ncaption = "a cat"\n'}, ("a cat",)),
+    "neither yes nor no": ({"a.json": {"caption": True}}, ()),
     "yaml of what is no text": ({"a.png.yaml": "captions: [no, 2024-01-01, 0x10, ~]"}, ("no", "2024-01-01", "0x10")),
     "conversation": (
         {"a.json": {"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a cat"}]}},
@@ -272,6 +274,13 @@ TABLES = {
     "coco": {"annotations/train.json": {
         "images": [{"id": 1, "file_name": "a.png"}, {"id": 2, "file_name": "b.png"}],
         "annotations": [{"image_id": 2, "caption": "a dog"}, {"image_id": 1, "caption": "a cat"}]}},
+    "toml by file": {"captions.toml": '"a.png" = "a cat"\n"b.png" = { caption = "a dog" }\n'},
+    "toml of rows": {"any.toml": "".join(
+        f'[[clips]]\nfile = "{text[0]}.png"\ncaption = "{text[1:]}"\n' for text in ("aa cat", "ba dog"))},
+    "toml of tables": {"metadata.toml": '[a]\ncaption = "a cat"\n[b]\ncaption = "a dog"\n'},
+    "captions as keys": {"captions.json": {"a cat": "a.png", "a dog": "b.png"}},
+    "turned pairs": {"captions.json": [["a cat", "a.png"], ["a dog", "b.png"]]},
+    "pairs in lines": {"metadata.jsonl": '["a.png", "a cat"]\n["a dog", "b.png"]\n'},
     "vidgen": {"VidGen.json": [{"vid": "a", "caption": "a cat"}, {"vid": "b", "caption": "a dog"}]},
     "toml": {"set.toml": "[general]\ncaption_extension = '.cap'\n", "a.cap": "a cat", "b.cap": "a dog"},
 }  # fmt: skip
@@ -315,6 +324,60 @@ def test_a_table_that_is_not_read_says_which_are(tmp_path):
     write(tmp_path, A | {"metadata.xlsx": b"PK"})
     (skip,) = list_folder(tmp_path, "image").not_used
     assert skip.reason.startswith(".xlsx (a table is read as .csv, .tsv, ")
+
+
+@given(st.permutations(["file", "caption"]), st.lists(st.sampled_from(["7", "0.5", "-1e-3"]), max_size=2),
+       st.lists(st.sampled_from(["3", "12.25"]), max_size=2), st.sampled_from(",;\t|"), st.booleans(),
+       st.lists(st.sampled_from(["cat", "red, dog", "7", "a.b", "x; y", "0.5", "\u732b"]), min_size=2, max_size=4),
+       st.sampled_from(["metadata.csv", "list.tsv", "captions.txt"]))  # fmt: skip
+@example(["caption", "file"], [], [], ",", False, ["a cat", "sits"], "metadata.csv")
+def test_rows_without_a_header_have_their_columns_in_any_order(
+    tmp_path_factory, order, before, after, separator, is_quoted, words, table
+):
+    """A caption without quotes keeps its separators."""
+    root, text = tmp_path_factory.mktemp("rows"), " ".join(["a cat", *words, "runs"])
+    quoted = f'"{text}"' if is_quoted else text
+    rows = [
+        separator.join([*before, *({"file": f"{name}.png", "caption": quoted}[each] for each in order), *after])
+        for name in "ab"
+    ]
+    write(root, A | B | {table: "\n".join(rows) + "\n"})
+    assert captions(root) == {"a.png": (text,), "b.png": (text,)}
+
+
+def test_a_setting_with_the_name_of_a_picture_is_no_caption(tmp_path):
+    write(tmp_path, A | {"a.txt": "a cat", "set.json": {"thumbnail": "a.png", "best": ["a.png", "b.png"]}})
+    assert captions(tmp_path) == {"a.png": ("a cat",)}
+
+
+PREFIXES = ["/home/me/set/", "C:\\Users\\me\\set\\", "\\\\nas\\set\\", "~/set/", "../set/", "images/", "file:///mnt/x/"]
+
+
+@given(st.sampled_from(PREFIXES), st.sampled_from(["metadata.csv", "any.jsonl", "d/any.csv", "captions.json"]),
+       st.sets(st.sampled_from(["a.png", "d/a.png", "d/e/b.png", "e/b.png"]), min_size=1),
+       st.sets(st.sampled_from(["gone.png", "d/gone.png"])))  # fmt: skip
+def test_paths_of_another_machine_are_found_by_what_follows_its_folder(tmp_path_factory, prefix, table, names, gone):
+    root, mark = tmp_path_factory.mktemp("moved"), "\\" if "\\" in prefix else "/"
+    rows = [(prefix + name.replace("/", mark), f"a cat of {name}") for name in sorted({*names, *gone})]
+    content = [{"file": file, "caption": text} for file, text in rows]
+    if table.endswith("csv"):
+        content = "file,caption\n" + "".join(f"{file},{text}\n" for file, text in rows)
+    elif table.endswith("jsonl"):
+        content = "\n".join(map(json.dumps, content))
+    write(root, dict.fromkeys(names, PICTURE) | {table: content})
+    listing = list_folder(root, "image")
+    assert {source.name: source.caption for source in listing.sources} == {name: f"a cat of {name}" for name in names}
+    assert {skip.reason for skip in listing.skips} == {"missing file"} if gone else not listing.skips
+    assert [skip.source for skip in listing.remarks] == [table]
+
+
+def test_a_prefix_of_many_folders_is_not_looked_for(tmp_path, monkeypatch):
+    """Each of them would be tried for each name."""
+    tried, resolve = [], layouts.Resolver.resolve
+    monkeypatch.setattr(layouts.Resolver, "resolve", lambda *about: tried.append(about) or resolve(*about))
+    rows = [{"file": f"{'x/' * 1000}{number}.png", "text": "a cat"} for number in range(20)]
+    write(tmp_path, A | {"any.json": rows})
+    assert captions(tmp_path) == {"a.png": ()} and len(tried) < 2000
 
 
 def test_words_with_quotes_stay_in_lines_without_a_header(tmp_path):
@@ -470,6 +533,41 @@ def test_words_that_make_a_column(tmp_path):
     assert file_columns(("clip_score", "id", "clip_name")) == ("clip_name",)
     assert captions_in({"caption": float("nan")}) == () and captions_in({"caption": "['a', \"b's\"]"}) == ("a", "b's")
     assert captions_in({"caption": 7}) == ("7",) and captions_in({"words": "a"}) is None
+
+
+@pytest.mark.parametrize("form", ["rows", "a list", "beside"])
+def test_few_captions_of_a_clip_are_kept(tmp_path, form):
+    """Its samples would store features of each."""
+    texts = [f"a cat of {number}" for number in range(1000)]
+    rows = {
+        "rows": {"any.json": [{"file": "a.png", "text": text} for text in texts]},
+        "a list": {"any.json": [{"file": "a.png", "text": texts}]},
+        "beside": {"a.json": {"caption": texts}},
+    }
+    write(tmp_path, A | rows[form])
+    listing = list_folder(tmp_path, "image")
+    shorten_captions(listing, 512)
+    assert listing.sources[0].captions == tuple(texts[:64])
+    assert [(skip.source, skip.detail) for skip in listing.remarks] == [("a.png", "1,000 captions")]
+
+
+def test_subtitles_are_named_as_such(tmp_path):
+    write(tmp_path, {"a.mp4": b"", "a.en.srt": "1\n00:00:00,000 --> 00:00:02,000\na cat\n", "a.vtt": "WEBVTT\n"})
+    listing = list_folder(tmp_path, "video")
+    assert [source.captions for source in listing.sources] == [()]
+    assert all("of parts of a clip" in skip.reason for skip in listing.not_used) and len(listing.not_used) == 2
+
+
+DEEP = ["caption" + ".caption" * 30_000 + " = 1", "caption = " + "[" * 5000, "caption = " + "[" * 200 + "]" * 200,
+        "[" + ".".join(["caption"] * 60) + "]\n" + "x." * 60 + "x = 1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DEEP, ids=["a key", "open", "lists", "tables"])
+def test_a_deep_toml_takes_no_time(tmp_path, content):
+    write(tmp_path, A | {"b.png": PICTURE, "a.toml": content, "set.toml": content})
+    listing = list_folder(tmp_path, "image")
+    assert [source.name for source in listing.sources] == ["b.png"]
+    assert ["more than 100 lists and tables" in skip.detail for skip in listing.skips] == [True]
 
 
 def test_a_book_is_cut_with_a_count(tmp_path):
