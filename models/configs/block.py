@@ -1,13 +1,27 @@
 """The settings of a network that decide its blocks."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 from megadit.models.configs.families import COMPAT, FAMILIES, Structure
 from megadit.models.shared.errors import UserError, choose_one
 
 Routing = Literal["token_choice", "expert_choice"]
+LARGEST = 1 << 16
+"""Maximum size of a network along any axis: a configuration is untrusted, and PyTorch counts elements in 64 bits."""
+_MOST = {"num_layers": 1000, "num_experts": 4096}
+"""Maximum numbers of parts of a network, each of which takes time to build."""
+
+
+def check_sizes(config: Any, section: str) -> None:
+    """Raises UserError for a whole number in a section of a network's configuration that is too large for a size."""
+    for field in fields(config):
+        value, most = getattr(config, field.name), _MOST.get(field.name, LARGEST)
+        sizes = [size for size in (value if isinstance(value, tuple) else (value,)) if isinstance(size, int)]
+        if max(sizes, default=0) > most:
+            shown = list(value) if isinstance(value, tuple) else value
+            raise UserError(f"{section}.{field.name}={shown} is too large; at most {most}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +48,7 @@ class ExpertConfig:
 
     def __post_init__(self) -> None:
         choose_one(self.routing, get_args(Routing), f"model.experts.routing={self.routing!r} is unknown")
+        check_sizes(self, "model.experts")
         for name in ("num_experts", "shared_ffn_hidden_size", "balance_coefficient"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"model.experts.{name}={getattr(self, name)} must not be negative")

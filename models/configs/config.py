@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from megadit.models.configs.block import BlockConfig, ExpertConfig
+from megadit.models.configs.block import LARGEST, BlockConfig, ExpertConfig, check_sizes
 from megadit.models.configs.families import (
     CONDITIONING_MODES,
     FAMILIES,
@@ -20,7 +20,7 @@ from megadit.models.shared.errors import UserError, choose_one, did_you_mean, en
 MAY_BE_ZERO = ("frequency_shift", "conditioning_sigma")
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Parameterization = Literal["edm", "vp", "flow"]
-MOST_WORDS = 1 << 16
+MOST_WORDS = LARGEST
 """Maximum vocabulary size: a token id is stored as two digits of base 256 (`embeddings.class_digits`)."""
 
 
@@ -46,6 +46,7 @@ class TextTowerConfig:
     softmax over the batch."""
 
     def __post_init__(self) -> None:
+        check_sizes(self, "model.text_tower")
         if self.num_layers < 0:
             raise UserError(f"model.text_tower.num_layers={self.num_layers} must not be negative")
         for name in ("hidden_size", "num_attention_heads", "ffn_hidden_size", "num_words", "max_length"):
@@ -59,8 +60,6 @@ class TextTowerConfig:
                 f"model.text_tower.num_attention_heads={self.num_attention_heads} does not divide "
                 f"model.text_tower.hidden_size={self.hidden_size}"
             )
-        if self.num_words > MOST_WORDS:
-            raise UserError(f"model.text_tower.num_words={self.num_words} are more than {MOST_WORDS:,}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +130,7 @@ class DiTConfig(BlockConfig):
         enforce(RULES, self)
 
     def _check_values(self) -> None:
+        check_sizes(self, "model")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

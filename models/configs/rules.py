@@ -1,12 +1,13 @@
 """Rules that the settings of a network (`DiTConfig`) must satisfy together."""
 
+from math import prod
 from typing import Any
 
 from megadit.models.configs.families import COMPAT
 from megadit.models.shared.errors import Rule
 
-MOST_LAYERS = 1000
-"""Maximum depth of a network: a configuration is untrusted, and building each layer takes time."""
+MOST_ELEMENTS = 1 << 24
+"""Maximum elements of a token, and learned positions: products of sizes."""
 
 
 def _nearest_number_of_heads(config: Any) -> int:
@@ -17,8 +18,14 @@ def _nearest_number_of_heads(config: Any) -> int:
 
 RULES: tuple[Rule[Any], ...] = (
     Rule(
-        needs=lambda config: config.num_layers <= MOST_LAYERS,
-        remedy="model.num_layers={num_layers} is too large; at most " + str(MOST_LAYERS),
+        needs=lambda config: config.token_dim <= MOST_ELEMENTS,
+        remedy="model.patch_temporal={patch_temporal}, model.patch_spatial={patch_spatial} and model.in_channels="
+        "{in_channels} are too large: a token has {token_dim} elements; at most " + str(MOST_ELEMENTS),
+    ),
+    Rule(
+        when=lambda config: config.learned_positions is not None,
+        needs=lambda config: prod(config.learned_positions) <= MOST_ELEMENTS,
+        remedy="model.learned_positions={learned_positions} are too many; at most " + str(MOST_ELEMENTS),
     ),
     # family
     Rule(

@@ -2,11 +2,14 @@
 
 import dataclasses
 import re
+import time
 import types
 import typing
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import data, sampled_from
 
 from megadit.models.configs import config as config_file
 from megadit.models.configs.block import ExpertConfig
@@ -15,6 +18,7 @@ from megadit.models.configs.families import Structure
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.dit import DiT
+from megadit.models.networks.registry import build_without_memory
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
 
@@ -38,7 +42,11 @@ CLIP = {"family": "clip", "crossattn_emb_size": 2, "text_tower": TextTowerConfig
 CLIP_GRID = {**CLIP, "position_embedding": "learned", "learned_positions": (1, 4, 4)}
 CLASSES = {"family": "dit", "num_classes": 10, "crossattn_emb_size": 2}
 BREACHES = (
-    ({"num_layers": 10**6}, "model.num_layers=1000000 is too large; at most 1000"),
+    (
+        {"patch_spatial": 8192, "in_channels": 1},
+        "model.patch_temporal=1, model.patch_spatial=8192 and model.in_channels=1 are too large: a token has",
+    ),
+    ({"learned_positions": (256, 256, 257)}, "model.learned_positions=[256, 256, 257] are too many; at most 16777216"),
     ({"compat": "nemo"}, "model.compat=nemo does not go with model.family=megadit, only model.family=moviegen model"),
     ({"text_tower": TextTowerConfig(num_layers=1)}, "model.family=clip has a text tower, and no other"),
     ({**CLIP, "num_classes": 10}, "model.family=clip matches texts: leave out model.num_classes"),
@@ -116,6 +124,29 @@ def test_a_description_of_other_kinds_of_values_is_refused(values):
 
 def test_whole_numbers_stand_for_others():
     assert DiTConfig.from_dict({"sigma_data": 1, "head_dim": None, "rope_scale": [1, 2, 3]}).sigma_data == 1
+
+
+SECTIONS = {"experts": ExpertConfig, "text_tower": TextTowerConfig}
+SHALLOW = {name: dataclasses.replace(config, num_layers=1) for name, config in NAMED_CONFIGS.items()}
+
+
+@given(
+    name=sampled_from(sorted(SHALLOW)), size=sampled_from([10**4, 2**16, 2**31, 2**40 + 1, 2**63, 10**30]), data=data()
+)
+@settings(max_examples=60, deadline=None)
+def test_any_size_is_built_or_refused_by_name_in_no_time(name, size, data):
+    """Nobody vouches for a configuration: a file of a line must take neither a day nor an error of PyTorch."""
+    values = SHALLOW[name].to_dict()
+    section = data.draw(sampled_from([None, *SECTIONS]))
+    of = values if section is None else values[section]
+    key = data.draw(sampled_from([key for key in of if isinstance(of[key], int | tuple | None) and key != "compat"]))
+    of[key] = [size] * len(of[key]) if isinstance(of[key], tuple) else size
+    begun = time.process_time()
+    try:
+        build_without_memory(DiTConfig.from_dict(values))
+    except UserError as error:
+        assert key in str(error) or "too large" in str(error) or "divide" in str(error)
+    assert time.process_time() - begun < 10
 
 
 def test_a_rule_left_out_is_missed(monkeypatch):
