@@ -38,6 +38,8 @@ DTYPES = {
 """safetensors' dtype name -> torch dtype."""
 MAX_SHARD_BYTES = 10 * 1000**3
 """Maximum size of a published file of weights, as diffusers writes them."""
+LONGEST_NAME = 500
+"""Maximum characters of a tensor's name."""
 OPEN_FILES = 2
 """Maximum number of shards that are mapped into memory at once."""
 
@@ -63,7 +65,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Named tensors, and how to read one."""
+    """Named tensors, and how to read one.
+
+    Raises:
+        UserError: for a name that no network has, which would flood, or command, a terminal or a log.
+    """
 
     label: str
     """Name of the source, for messages."""
@@ -71,6 +77,13 @@ class TensorSource:
     read: Callable[[str], Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The metadata in a file's header."""
+
+    def __post_init__(self) -> None:
+        for name in self.stored:
+            if len(name) > LONGEST_NAME or not name.isprintable():
+                raise UserError(
+                    f"{self.label} has a tensor named {name[:60]!a}, of {len(name):,} characters, which no network has"
+                )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -155,9 +168,11 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
         for name in file.keys():
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
-                raise UserError(f"{path}: the tensor {name} has dtype {part.get_dtype()}, which is not supported")
+                raise UserError(f"{path}: the tensor {name:.60} has dtype {part.get_dtype()}, which is not supported")
             if name in where:
-                raise UserError(f"both {where[name]} and {path} hold the tensor {name}; keep one of them")
+                raise UserError(
+                    f"both {where[name]} and {path} hold the tensor {name:.{LONGEST_NAME}}; keep one of them"
+                )
             where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
     label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
     return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name), metadata)

@@ -16,7 +16,7 @@ Shapes: R rank, I and O input and output features, as in `adapter.py`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,11 +32,12 @@ from megadit.models.shared.errors import UserError
 from megadit.models.storage.components import network_shapes
 from megadit.models.storage.wrapped import WRAPPERS
 
-PREFIXES = (
+_PREFIXES = (
     "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
     "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_", "model.", "dit.", "net.",
 )  # fmt: skip
 """Prefixes of linears' names; one may follow another."""
+_ALL_PREFIXES = re.compile(rf"(?:{'|'.join(map(re.escape, _PREFIXES))})*+")
 _ADAPTER = r"(?:\.[\w.-]+)?"
 """The name that a user gave an adapter, as PEFT writes it."""
 ENDINGS = {
@@ -51,7 +52,10 @@ ENDINGS = {
 }
 """Factor -> pattern of the end of its key, after the name of the linear."""
 _KEY = re.compile(
-    "(?P<linear>.*?)(?:" + "|".join(f"(?P<{factor}>{ending})" for factor, ending in ENDINGS.items()) + ")"
+    # up to the first factor that may have a name: trying each of many would take quadratic time
+    r"(?P<linear>(?:(?!\.lora_(?:[AB]|magnitude_vector)(?:\.|$)).)*?)(?:"
+    + "|".join(f"(?P<{factor}>{ending})" for factor, ending in ENDINGS.items())
+    + ")"
 )
 
 
@@ -117,12 +121,27 @@ def named_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
     return known
 
 
+@lru_cache(maxsize=16)
+def layers_of(config: NetworkConfig) -> Collection[str]:
+    """Every name that a file may use for a layer or a group of layers (also with _ for each dot)."""
+    forms = diffusers_entries(config), original_entries(config), pipeline_entries(config)
+    tensors = [
+        *network_shapes(config),
+        *(name for entries in forms for entry in entries or () for name in entry.theirs),
+    ]
+    layers = {name[: dot.start()] for name in tensors for dot in re.finditer(r"\.", name)}
+    return layers | {name.replace(".", "_") for name in layers}
+
+
+def plain_key(key: str) -> str:
+    """A file's key without the prefixes and wrappers of programs."""
+    key = WRAPPERS.sub("", key)
+    return key[_ALL_PREFIXES.match(key).end() :]
+
+
 def split_key(key: str) -> tuple[str, str] | None:
     """(name of the linear, factor) of a file's key; None for keys of other tensors."""
-    key = WRAPPERS.sub("", key)
-    while prefix := next(filter(key.startswith, PREFIXES), ""):
-        key = key.removeprefix(prefix)
-    found = _KEY.fullmatch(key)
+    found = _KEY.fullmatch(plain_key(key))
     return found and (found["linear"], found.lastgroup)
 
 

@@ -2,7 +2,7 @@
 
 Ignored with a report, as in diffusers: changes of norms and modulations (`diff`, `diff_b`, `diff_m` in LightX2V's and
 CausVid's files), of the bias of a linear that is not changed otherwise, and of image embeddings in networks without
-them.
+them; each in a layer that the network has.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert.adapters.adapter import ALPHA, BIAS, DIFFERENCE, DOWN, MAGNITUDE, SCALE, UP, UP_BIAS, Change
-from megadit.models.convert.adapters.names import NamedRows, split_key
+from megadit.models.convert.adapters.names import NamedRows, layers_of, plain_key, split_key
 from megadit.models.convert.adapters.settings import LoraSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_source import TensorSource
@@ -22,7 +22,7 @@ Keys = dict[str, dict[str, str]]
 """Name of a linear -> factor -> key in the file."""
 
 
-_OF_OTHER_LAYERS = re.compile(r"\.diff(_b|_m)?$")
+_OF_OTHER_LAYERS = re.compile(r"(\.)diff(_b|_m)?$")
 """Suffixes of changes of other tensors than the matrix of a linear."""
 _OF_IMAGES = re.compile(r"(^|[._])(k_img|v_img|norm_k_img|img_emb|add_[kv]_proj|norm_added_k|image_embedder)([._]|$)")
 """Names of the layers by which Wan's networks read images."""
@@ -57,10 +57,12 @@ def keys_of_linears(
     unused = [key for name in without_matrix if BIAS in keys[name] for key in keys.pop(name).values()]
     known = {key for of in keys.values() for key in of.values()} | set(unused)
     reads_images = getattr(config, "image_size", None) is not None or config.family != "wan"
+    layers = layers_of(config)
     for key in source.stored:
-        is_left = _OF_OTHER_LAYERS.search(key) or (not reads_images and _OF_IMAGES.search(key))
-        if key not in known and is_left:
-            unused.append(key)
+        found = (not reads_images and _OF_IMAGES.search(key)) or _OF_OTHER_LAYERS.search(key)
+        if key not in known and found:
+            layer = plain_key(key[: found.end(1)]).rstrip("._")
+            unused += [key] if layer in layers or not layer else []
     return keys, sorted(unused)
 
 

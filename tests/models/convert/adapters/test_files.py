@@ -2,9 +2,12 @@
 
 import json
 import re
+import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import integers, lists, sampled_from, text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -14,7 +17,9 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import cosmos
 from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
+from megadit.models.convert.adapters.names import split_key
 from megadit.models.convert.converted import to_ours
+from megadit.models.convert.published import open_published
 from megadit.models.convert.written import diffusers_entries, original_entries
 from megadit.models.lora.adapters import chosen_targets, load_adapter
 from megadit.models.networks.conditioning import Conditioning
@@ -385,6 +390,29 @@ def test_hostile_files(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             read_adapter(tmp_path / name, COSMOS)
+
+
+PIECES = [".lora_A", ".lora_B", ".lora_magnitude_vector", ".lora.down", ".diff", ".alpha", "net.", "module.", ".b"]
+
+
+@given(pieces=lists(sampled_from(PIECES), min_size=1, max_size=3), ending=sampled_from(["", ".x", ".weight", ".bias "]))
+@settings(max_examples=20, deadline=None)
+def test_a_name_takes_time_in_proportion_to_its_length(pieces, ending):
+    """Of the header's 16 MB it may take all: a quadratic search would take days."""
+    name, begun = "".join(pieces) * 50_000 + ending, time.process_time()
+    split_key(name)
+    assert time.process_time() - begun < 5
+
+
+@given(part=text(max_size=3), at=integers(0, 30), times=sampled_from([1, 1000]))
+@settings(max_examples=50, deadline=None)
+def test_names_that_no_network_has_are_refused_in_short(part, at, times, tmp_path_factory):
+    folder, name = tmp_path_factory.mktemp("names"), f"{Q}.lora_C"[:at] + part * times + f"{Q}.lora_C"[at:]
+    for file, save in (("a.safetensors", save_file), ("a.pt", torch.save)):
+        save({name: torch.ones(2)}, folder / file)
+        with pytest.raises(UserError) as error:
+            read_adapter(folder / file, COSMOS) if file == "a.safetensors" else open_published(folder / file)
+        assert str(error.value).isprintable() and len(str(error.value)) < 3000
 
 
 OTHER_FILES = {

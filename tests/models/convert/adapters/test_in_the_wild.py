@@ -1,7 +1,10 @@
 """Adapters as others publish them for Wan: what diffusers makes of each file, we make, and say what is not used."""
 
 import dataclasses
+import re
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -39,6 +42,7 @@ NORMS = [
     "blocks.0.norm3.diff_b",
     "blocks.1.cross_attn.norm_k.diff",
 ]
+PREFIXES = ("", "diffusion_model.", "transformer.", "model.diffusion_model.", "lora_unet_")
 X, T, TEXT = torch.randn(2, 4, 2, 4, 4), torch.tensor([0.3, 0.7]), torch.randn(2, 5, 8)
 
 
@@ -199,6 +203,33 @@ def test_of_images_on_a_network_of_text_and_the_reverse(theirs, tmp_path):
     of_images = dataclasses.replace(WAN, image_size=16, conditioning_mode="channels", conditioning_sigma=0.0)
     assert read_adapter(plain, of_images).reading.startswith("40 of 40 tensors are used")
     assert read_adapter(file, of_images).reading.startswith("48 of 48 tensors are used")
+
+
+BESIDE = [
+    *NORMS, "blocks.1.diff_m", "head.diff_m", "blocks.0.ffn.2.diff_b", "patch_embedding.diff", "img_emb.proj.1.diff",
+    "blocks.1.cross_attn.norm_k_img.diff", "blocks.0.cross_attn.v_img.diff_b",
+    "blocks.1.cross_attn.k_img.lora_up.weight",
+]  # fmt: skip
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(
+    name=st.sampled_from(BESIDE),
+    other=st.sampled_from(["", "2", "17", "x", "blocks.0"]),
+    prefix=st.sampled_from(PREFIXES),
+)
+def test_changes_beside_those_of_linears_are_not_used_or_are_of_another_network(name, other, prefix, tmp_path_factory):
+    """In layers of the network, diffusers too leaves them out; of layers that it lacks, the file is for another one."""
+    changed = re.sub(r"\d", other, name, count=1) if other and name[0] == "b" else f"{other}{name}"
+    one = {changed: torch.ones(2)}
+    key = next(iter(kohya(one) if prefix == "lora_unet_" else named(one, prefix)))
+    file = tmp_path_factory.mktemp("beside") / "lora.safetensors"
+    save_file({**named(factors(*LINEARS[4:8])), key: torch.ones(2)}, file)
+    if not other:
+        assert f"; not used: {key}" in read_adapter(file, WAN).reading
+        return
+    with pytest.raises(UserError, match=re.escape(f"unexpected: {key} [2]")):
+        read_adapter(file, WAN)
 
 
 def test_half_of_a_change_of_biases(theirs, tmp_path):
