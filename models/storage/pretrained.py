@@ -1,6 +1,7 @@
 """Loads published encoders with `transformers`: the library, checks of files before it reads them, and checks of the
 loaded tensors."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from megadit.models.storage.wrapped import unwrapped
 
 STEMS = ("model", "pytorch_model")
 """Stems of transformers' weight files."""
+_DEPTH, _SPARE = ("num_layers", "num_hidden_layers", "depth"), 1 << 20
+"""Names of numbers of layers; numbers of a network beyond twice those of its files that take no memory to speak of."""
 _OTHER_FILES = (".safetensors", ".pth", ".pt", ".bin")
 
 
@@ -72,6 +75,7 @@ def load_encoder(network_class: type, place: Path, encoder: Encoder, needs: str,
     files = find_weights(place, needs)
     raw = open_weights(files)
     tensors = encoder.rename(unwrapped(raw, encoder.marks))
+    _check_sizes(network_class, place, encoder, tensors, **options)
     if tensors is raw and place.is_dir() and files == _plain_files(place):
         check_weights(place)
         return _loaded(network_class, place, place, encoder, needs, **options)
@@ -85,10 +89,34 @@ def check_encoder(network_class: type, place: Path, encoder: Encoder, needs: str
         UserError: also for weights that are no finite numbers, which it would load as they are.
     """
     tensors = encoder_tensors(place, encoder, needs)
+    _check_sizes(network_class, place, encoder, tensors, **options)
     if find_spec("accelerate") is not None:
         state = {name: torch.empty(of.shape, dtype=of.dtype, device="meta") for name, of in tensors.stored.items()}
         _loaded(network_class, None, place, encoder, needs, state_dict=state, device_map="meta", **options)
     check_numbers(tensors, [name for name in tensors.stored if not re.search(encoder.others, name)])
+
+
+def _check_sizes(network_class: type, place: Path, encoder: Encoder, tensors: TensorSource, **options: Any) -> None:
+    """Raises UserError for settings of a far larger network than the tensors are of, before it takes memory and time;
+    what else does not fit is found by name when they are loaded."""
+    with library_errors(lambda reason: f"{place} cannot be loaded ({reason})"):
+        config = options.get("config") or _config_of(network_class, place)
+        values = config.to_dict()
+        for section in (values, *filter(lambda value: isinstance(value, dict), values.values())):
+            for name in _DEPTH:
+                value = section.get(name)
+                if isinstance(value, int) and value > len(tensors.stored):
+                    raise UserError(f"{place}: {name}={value} are more than its {len(tensors.stored)} tensors are for")
+        with torch.device("meta"):
+            parameters = dict(network_class(config).named_parameters())
+    asked = sum(each.numel() for name, each in parameters.items() if not re.search(encoder.others, name))
+    found = sum(math.prod(each.shape) for each in tensors.stored.values())
+    if asked > 2 * found + _SPARE:
+        raise UserError(f"{place}: config.json is of a network of {asked:,} numbers, and its tensors have {found:,}")
+
+
+def _config_of(network_class: type, place: Path) -> Any:
+    return network_class.config_class.from_pretrained(place if place.is_dir() else place.parent, **PRETRAINED)
 
 
 def _plain_files(place: Path) -> list[Path]:
@@ -104,8 +132,7 @@ def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Enco
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with library_errors(lambda reason: f"{place} cannot be loaded ({reason}); needs {needs}"), _quiet():
         if folder is None and "config" not in options:
-            parent = place if place.is_dir() else place.parent
-            options["config"] = network_class.config_class.from_pretrained(parent, **PRETRAINED)
+            options["config"] = _config_of(network_class, place)
         network, found = network_class.from_pretrained(folder, **PRETRAINED, **options)
     problems = {
         "missing": sorted(found["missing_keys"]),

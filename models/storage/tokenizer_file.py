@@ -35,8 +35,9 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         UserError: as `check_tokenizer`, and if the library cannot read it.
     """
+    described = {}
     if is_described := (folder / NAME).is_file():
-        check_tokenizer(read_limited(folder / NAME, _MOST_BYTES), str(folder / NAME))
+        described = check_tokenizer(read_limited(folder / NAME, _MOST_BYTES), str(folder / NAME))
     with library_errors(lambda reason: f"{folder} has no readable tokenizer ({reason})"):
         library = transformers_library("a tokenizer")
         if not is_described:
@@ -45,6 +46,9 @@ def load_tokenizer(folder: Path) -> Any:
         if not is_described:
             check_tokenizer(tokenizer.backend_tokenizer.to_str(), str(folder))
         tokenizer("a")  # one without words is read all the same
+        made = type(tokenizer.backend_tokenizer.model).__name__
+        if (kind := described.get("model", {}).get("type", made)) != made:
+            raise UserError(f"{folder / NAME} is a {kind}, and its tokenizer_class makes a {made} of it: give its own")
         return tokenizer
 
 
@@ -59,8 +63,12 @@ def _describe_sentencepiece() -> None:
             sys.modules[name] = import_module("transformers.utils.sentencepiece_model_pb2_new")
 
 
-def check_tokenizer(text: str | bytes, where: str) -> None:
-    """Raises UserError for a tokenizer.json that could take memory or time without end for a short text."""
+def check_tokenizer(text: str | bytes, where: str) -> dict[str, Any]:
+    """The contents of a tokenizer.json.
+
+    Raises:
+        UserError: if it could take memory or time without end for a short text.
+    """
     values = parse_json(text, where, max_bytes=_MOST_BYTES, is_finite=False)
     if not isinstance(values, dict):
         raise UserError(f"{where} is no tokenizer")
@@ -72,6 +80,7 @@ def check_tokenizer(text: str | bytes, where: str) -> None:
         raise UserError(f"{where} replaces a character by up to {growth:,}; at most {_MOST_GROWTH:,}")
     if (added := max(_added(values), default=0)) > _MOST_ADDED:
         raise UserError(f"{where} adds {added:,} tokens to a text; at most {_MOST_ADDED:,}")
+    return values
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

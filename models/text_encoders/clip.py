@@ -28,6 +28,7 @@ from megadit.models.text_encoders.published import (
     PublishedText,
     TextTensors,
     cached_or_computed,
+    check_tokens,
     device_of,
     load_settings,
     loading_dtype,
@@ -48,12 +49,15 @@ _NORM = "final_layer_norm.weight"
 _PUBLISHED = PublishedText(
     "a CLIP text encoder",
     vocabularies=("tokenizer.json", "vocab.json"),
+    beginning="<|startoftext|>",
     ending="<|endoftext|>",
     encoder=Encoder(
         marks=(f"text_model.{_NORM}", _NORM),
         others=r"^(vision_model|visual_projection|logit_scale)\b|position_ids$",
     ),
 )
+_LAST, _LAST_OF_OLD = 49407, 2
+"""`eos_token_id`: transformers' default, and that of files from before it was read: then the largest token is taken."""
 _ARCHITECTURE = {
     "hidden_size": 512,
     "intermediate_size": 2048,
@@ -145,8 +149,9 @@ class CLIPTextEncoder:
         """`features` [L, E] and `pooled` [P] of each text."""
         if not texts:
             return []
+        network = self._network()  # first: it is what its settings say, the length of texts included
         tokens_BKL, lengths = self._tokens(list(texts))
-        features_BLE, pooled_BP = unpacked(self._network()(tokens_BKL).float().cpu(), self.dim, self.pooled_dim)
+        features_BLE, pooled_BP = unpacked(network(tokens_BKL).float().cpu(), self.dim, self.pooled_dim)
         kept = lengths if self.text_padding == "none" else [self.max_length] * len(texts)
         rows = zip(features_BLE, pooled_BP, kept, strict=True)
         return [{"features": row_LE[:length].clone(), "pooled": row_P.clone()} for row_LE, row_P, length in rows]
@@ -154,12 +159,13 @@ class CLIPTextEncoder:
     def _tokens(self, texts: list[str]) -> tuple[Tensor, list[int]]:
         """Token ids for each encoder, padded, and the number of tokens of each text."""
         of_encoders, most = [], self.max_length
-        for tokenizer in self._tokenizers():
+        for tokenizer, sizes in zip(self._tokenizers(), self._architectures(), strict=True):
             longest = max(map(len, tokenizer(texts, verbose=False).input_ids))
             if longest > most:
                 warnings.warn(f"a text of {longest} tokens is cut to its first {most}", stacklevel=5)
-            filled = {"padding": "max_length", "truncation": True, "max_length": most}
+            filled = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": most}
             of_encoders.append(tokenizer(texts, return_tensors="pt", **filled))
+            check_tokens(tokenizer, of_encoders[-1].input_ids, sizes["vocab_size"])
         tokens_BKL = torch.stack([tokens.input_ids for tokens in of_encoders], dim=1)
         return tokens_BKL, of_encoders[0].attention_mask.sum(1).tolist()
 
@@ -234,8 +240,21 @@ class CLIPTextEncoder:
 
     def _tokenizers(self) -> list[Any]:
         if "tokenizers" not in self._loaded:
-            self._loaded["tokenizers"] = [_PUBLISHED.load_tokenizer(words) for _, words in self._folders]
+            self._loaded["tokenizers"] = [self._tokenizer_of(place) for place in range(len(self._folders))]
         return self._loaded["tokenizers"]
+
+    def _tokenizer_of(self, place: int) -> Any:
+        """Tokenizer of an encoder, whose network must take the pooled feature of the token that ends texts."""
+        (network, words), sizes = self._folders[place], self._architectures()[place]
+        tokenizer, last = (
+            _PUBLISHED.load_tokenizer(words, sizes["vocab_size"]),
+            _settings(network).get("eos_token_id", _LAST),
+        )
+        if last not in (_LAST_OF_OLD, end := tokenizer("").input_ids[-1]):
+            raise UserError(
+                f"{network / parts.CONFIG_FILE}: eos_token_id={last!r:.40} must be {end}, as in its tokenizer"
+            )
+        return tokenizer
 
     @property
     def _folders(self) -> tuple[tuple[Path, Path], ...]:
@@ -271,10 +290,8 @@ class CLIPTextEncoder:
         For a loaded encoder it is the saved one: the model's files may not be on this machine.
         """
         if "fingerprint" not in self._loaded:
-            words = [
-                _PUBLISHED.vocabulary_hash(words, sizes["vocab_size"])
-                for (_, words), sizes in zip(self._folders, self._architectures(), strict=True)
-            ]
+            self._tokenizers()
+            words = [_PUBLISHED.vocabulary_hash(words) for _, words in self._folders]
             named = ("layer", "text_padding", "empty_text")
             settings = {"words": words, **{name: getattr(self, name) for name in named}}
             for folder, name in self._classes():
@@ -321,8 +338,8 @@ def unpacked(rows: Tensor, dim: int, pooled_dim: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1, :dim], rows[:, -1, :pooled_dim]
 
 
-def _architecture(directory: Path) -> dict[str, Any]:
-    """Sizes of a network, from its config.json; those of a whole CLIP are under `text_config`.
+def _settings(directory: Path) -> dict[str, Any]:
+    """Settings of a network, from its config.json; those of a whole CLIP are under `text_config`.
 
     Raises:
         UserError: for a model of another kind.
@@ -331,6 +348,13 @@ def _architecture(directory: Path) -> dict[str, Any]:
     kind = values.get("model_type") if isinstance(values, dict) else None
     if kind not in NETWORKS:
         raise UserError(f"{directory} is a model of type {kind!r}, not one of {', '.join(NETWORKS)}")
-    sizes = values.get("text_config") or values
-    has_projection = kind == "clip" or WITH_PROJECTION in (values.get("architectures") or ())
-    return {name: sizes.get(name, usual) for name, usual in _ARCHITECTURE.items()} | {"has_projection": has_projection}
+    classes = values.get("architectures")
+    has_projection = kind == "clip" or (isinstance(classes, list) and WITH_PROJECTION in classes)
+    return {**(values.get("text_config") or values), "has_projection": has_projection}
+
+
+def _architecture(directory: Path) -> dict[str, Any]:
+    values = _settings(directory)
+    return {name: values.get(name, usual) for name, usual in _ARCHITECTURE.items()} | {
+        "has_projection": values["has_projection"]
+    }

@@ -83,6 +83,8 @@ class PublishedText:
     """Tensor names by which the network is recognised."""
     padding: str | None = None
     """Token that is put in place of one that a tokenizer does not name."""
+    beginning: str | None = None
+    """Token that must begin every text."""
     ending: str | None = None
     """Token that must end every text."""
     released: tuple[str, Path] | None = None
@@ -131,11 +133,12 @@ class PublishedText:
         """
         return encoder_tensors(place, self.encoder, self.files)
 
-    def load_tokenizer(self, directory: Path) -> Any:
-        """The tokenizer of `transformers`.
+    def load_tokenizer(self, directory: Path, size: int | None = None) -> Any:
+        """The tokenizer of `transformers`, for a network with `size` embeddings (None: any number).
 
         Raises:
-            UserError: if its files are missing or damaged, or do not say how texts end and are padded.
+            UserError: if its files are missing or damaged, do not say how texts end and are padded, or have tokens that
+                the network lacks.
         """
         self._vocabulary(directory)  # without one, transformers creates an empty tokenizer
         try:
@@ -147,8 +150,13 @@ class PublishedText:
             tokenizer.pad_token = self.padding
         if tokenizer.pad_token is None:
             raise UserError(f"{directory} has a tokenizer without a pad_token: give its tokenizer_config.json too")
-        if self.ending is not None and tokenizer("a").input_ids[-1] != words.get(self.ending):
-            raise UserError(f"{directory} has a tokenizer that ends no text with {self.ending}: give its own")
+        tokens = tokenizer("a").input_ids
+        if size is not None and (most := 1 + max(*tokens, tokenizer.pad_token_id, tokenizer.vocab_size - 1)) > size:
+            raise UserError(f"{directory} has a tokenizer of {most:,} tokens, and its network {size:,}: give its own")
+        for ends, token, found in (("begins", self.beginning, tokens[:1]), ("ends", self.ending, tokens[-1:])):
+            if token is not None and found != [words.get(token)]:
+                raise UserError(f"{directory} has a tokenizer that {ends} no text with {token}: give its own")
+        tokenizer.truncation_side = "right"  # what is cut off is said to be the end
         return tokenizer
 
     def load_network(self, directory: Path, class_name: str, **options: Any) -> Any:
@@ -165,14 +173,13 @@ class PublishedText:
         network_class = getattr(transformers_library(self.what), class_name)
         check_encoder(network_class, directory, self.encoder, self.files, **options)
 
-    def vocabulary_hash(self, directory: Path, size: int) -> str:
-        """Hash of the vocabulary file, for a network with `size` embeddings.
+    def vocabulary_hash(self, directory: Path, size: int | None = None) -> str:
+        """Hash of the vocabulary file, for a network with `size` embeddings (None: any number).
 
         Raises:
             UserError: if there is none, it is damaged, or has more tokens than `size`.
         """
-        if (found := self.load_tokenizer(directory).vocab_size) > size:
-            raise UserError(f"{directory} has a tokenizer of {found:,} tokens, and its network {size:,}: give its own")
+        self.load_tokenizer(directory, size)
         return sha256_of(self._vocabulary(directory))
 
     def read_tensor(self, directory: Path, *names: str) -> Tensor:
@@ -194,6 +201,13 @@ class PublishedText:
                     raise UserError(f"{directory / name} is empty; needs {self.files}")
                 return directory / name
         raise UserError(f"{directory} has neither {' nor '.join(self.vocabularies)}; needs {self.files}")
+
+
+def check_tokens(tokenizer: Any, tokens_BL: Tensor, size: int) -> None:
+    """Raises UserError for tokens that a network of `size` embeddings lacks, as some lack T5's <extra_id_0>."""
+    if tokens_BL.numel() and (most := int(tokens_BL.max())) >= size:
+        token = tokenizer.convert_ids_to_tokens(most)
+        raise UserError(f"a text has {token!r}, token {most:,} of a text encoder that knows {size:,}: leave it out")
 
 
 def settings_of(encoder: type) -> list[str]:

@@ -31,6 +31,7 @@ from megadit.models.text_encoders.published import (
     PublishedText,
     TextTensors,
     cached_or_computed,
+    check_tokens,
     device_of,
     load_settings,
     loading_dtype,
@@ -124,7 +125,9 @@ class QwenVLTextEncoder:
             message = f"a text of {len(tokens)} tokens is cut to its first {self.max_length}"
             warnings.warn(message, stacklevel=4)
         cut = {"input_ids": [tokens[: self.max_length]]}
-        return tokenizer.pad(cut, padding="max_length", max_length=self.max_length, return_tensors="pt")["input_ids"]
+        padded = tokenizer.pad(cut, padding="max_length", max_length=self.max_length, return_tensors="pt")["input_ids"]
+        check_tokens(tokenizer, padded, self._architecture()["vocab_size"])
+        return padded
 
     # ------------------------------------------------------------------------------------------------- loading
 
@@ -142,7 +145,7 @@ class QwenVLTextEncoder:
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:
-            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1])
+            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1], self._architecture()["vocab_size"])
         return self._loaded["tokenizer"]
 
     def to(self, device: torch.device) -> "QwenVLTextEncoder":

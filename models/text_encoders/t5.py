@@ -31,6 +31,7 @@ from megadit.models.text_encoders.published import (
     PublishedText,
     TextTensors,
     cached_or_computed,
+    check_tokens,
     device_of,
     load_settings,
     loading_dtype,
@@ -180,6 +181,7 @@ class T5TextEncoder:
         if longest > self.max_length:
             warnings.warn(f"a text of {longest} tokens is cut to its first {self.max_length}", stacklevel=4)
             tokens = tokenizer(texts, truncation=True, max_length=self.max_length, **as_rows)
+        check_tokens(tokenizer, tokens.input_ids, self.vocabulary_size)
         mask_BL = tokens.attention_mask.to(network.device)
         hidden_BLE = network(tokens.input_ids.to(network.device), attention_mask=mask_BL).last_hidden_state
         lengths = mask_BL.sum(1).tolist()
@@ -202,8 +204,7 @@ class T5TextEncoder:
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:
-            self._architecture()
-            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1])
+            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1], self.vocabulary_size)
         return self._loaded["tokenizer"]
 
     def to(self, device: torch.device) -> "T5TextEncoder":

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -189,6 +190,56 @@ def test_words_of_sentencepiece_alone(t5, tmp_path):
     (place / "spiece.model").write_bytes(b"")
     with pytest.raises(UserError, match="spiece.model is empty"):
         published.load_tokenizer(place)
+
+
+CLASSES = [
+    "BertTokenizer", "GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer", "WhisperTokenizer", "CLIPTokenizer",
+    "T5Tokenizer", "BartTokenizer", "ByT5Tokenizer",
+]  # fmt: skip
+"""Of `tokenizer_class`, which may be untrue."""
+OF_TOKENIZERS = {
+    "tokenizer_class": CLASSES, "padding_side": ["left", "right", "up"], "truncation_side": ["left", "right"],
+    "pad_token": ["red", "zog", ""], "eos_token": ["zog", None], "bos_token": ["zog"], "model_max_length": [1, 10**30],
+    "extra_ids": [100], "additional_special_tokens": [["seven"]], "chat_template": ["{{ 1 }}"],
+    "added_tokens_decoder": [{"0": {"content": "red", "special": True}}], "add_bos_token": [True],
+}  # fmt: skip
+OF_NETWORKS = {
+    **dict.fromkeys(
+        ("num_layers", "num_hidden_layers", "d_model", "hidden_size", "vocab_size", "max_position_embeddings",
+         "d_ff", "intermediate_size", "relative_attention_num_buckets", "projection_dim"), [0, -1, 10**9, "x", None],
+    ),
+    "eos_token_id": [None, 0, -1, [1], 10**9, "x"], "pad_token_id": [None, -5, 10**9], "architectures": [5, [], None],
+    "hidden_act": ["zog", None], "quantization_config": [{"quant_method": "gptq", "bits": 4}], "auto_map": [{"a": "b"}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory, write_clip):
+    folder = write_clip(tmp_path_factory.mktemp("clip") / "clip")
+    return folder, load_file(folder / "model.safetensors"), features(folder, CLIPTextEncoder)
+
+
+@hypothesis.settings(max_examples=80, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(data=st.data(), kind=st.sampled_from([T5TextEncoder, CLIPTextEncoder]))
+def test_any_setting_is_used_or_named_in_little_time_and_memory(data, kind, t5, clip, tmp_path_factory):
+    """What a folder says of its tokenizer never changes features in silence: it is read as what it is, or named."""
+    folder, _, expected = t5 if kind is T5TextEncoder else clip
+    name, file = data.draw(st.sampled_from([
+        *((name, "tokenizer_config.json") for name in OF_TOKENIZERS), *((name, "config.json") for name in OF_NETWORKS),
+    ]))  # fmt: skip
+    value = data.draw(st.sampled_from((OF_TOKENIZERS | OF_NETWORKS)[name]))
+    place = tmp_path_factory.mktemp("settings") / "theirs"
+    shutil.copytree(folder, place)
+    (place / file).write_text(json.dumps(json.loads((place / file).read_text()) | {name: value}))
+    begun = time.process_time()
+    for ask in (lambda: features(place, kind), lambda: kind(model=str(place)).save(place.parent / "part")):
+        try:
+            found = ask()
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            assert found is None or file == "config.json" or torch.equal(found, expected), (name, value)
+    assert time.process_time() - begun < 10
 
 
 FILES = {
