@@ -168,6 +168,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
+    "resume.resume_if_exists": (True, "a run resumes from its folder: for a new one, give another train.output_dir"),
+    "comm_overlap": (None, "set parallel.overlap_grad_reduce and parallel.overlap_param_gather"),
     "flow_matching.logit_mean": (0.0, "the mean of ln sigma is the logarithm of flow_shift: set diffusion.p_mean"),
     "flow_matching.sigma_min": (0.0, "all of t is trained"),
     "flow_matching.sigma_max": (1.0, "all of t is trained"),
@@ -181,6 +183,15 @@ FIXED: dict[str, tuple[Any, str]] = {
 }
 """Their key -> its only supported value, and the reason."""
 
+_ANY_SIZE = "positions are computed for clips of any size"
+_COLLECTED = "each rank collects its garbage as Python does"
+NOT_NEEDED = {
+    **dict.fromkeys(("max_frames", "max_img_h", "max_img_w"), _ANY_SIZE),
+    **dict.fromkeys(("manual_gc", "manual_gc_interval", "manual_gc_eval"), _COLLECTED),
+    "pipeline_dtype": "pipeline stages exchange what they compute, in train.precision",
+    "text_embedding_padding_size": "texts are packed with the tokens that they have",
+}
+"""Last name of their key in any section -> the reason why there is no such setting."""
 STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 
 
@@ -238,6 +249,9 @@ def _our_key(key: str, known: set[str]) -> str | None:
         candidate = f"{ours}.{key.removeprefix(theirs + '.')}"
         if key.startswith(f"{theirs}.") and candidate in known:
             return candidate
+    name = key.rpartition(".")[2]
+    if name in NOT_NEEDED and name != key:
+        raise UserError(f"{key} does not exist here: {NOT_NEEDED[name]}; leave it out")
     return key
 
 

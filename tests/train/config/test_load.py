@@ -19,7 +19,7 @@ from megadit.infer.inspect.info import _read_run_config, describe_blend
 from megadit.models.configs.config import TextTowerConfig
 from megadit.models.shared.documents import OLD_NUMBERS
 from megadit.models.shared.errors import UserError
-from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
+from megadit.train.config.compat import FIXED, KEYS, NOT_NEEDED, SECTIONS, STARTED_BY_TORCHRUN
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import change, config_from_dict, config_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
@@ -341,6 +341,18 @@ def test_what_is_always_so_is_taken_at_that_value_and_refused_at_any_other():
     for theirs, (only, reason) in FIXED.items():
         with pytest.raises(UserError, match=re.escape(f"{theirs}=other does not exist here, only {only}: {reason}")):
             resolve_config("digits", overrides=[f"{theirs}=other"])
+
+
+@pytest.mark.parametrize(
+    "section", ["model", "model.config", "trainer.strategy", "train", "dataset", "data.task_encoder"]
+)
+def test_what_is_not_needed_is_said_in_every_section_but_where_it_is_a_key(section):
+    for name, reason in NOT_NEEDED.items():
+        if name == "max_frames" and section.startswith("data"):
+            continue  # which crops clips
+        with pytest.raises(UserError, match=re.escape(f"{section}.{name} does not exist here: {reason}; leave it out")):
+            resolve_config("digits", overrides=[f"{section}.{name}=2"])
+    assert resolve_config("digits", overrides=["data.max_frames=2"]).data.max_frames == 2
 
 
 def test_the_number_of_ranks_is_no_setting():
