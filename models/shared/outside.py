@@ -109,6 +109,8 @@ def _kind(entry: os.DirEntry, base: str, entered: set[str], why: str, follow_lin
 
 _MARKS = ("megadit.json", "model_index.json", "config.json", ".metadata")
 """Files that say what a folder is: our components, published models, and torch's distributed checkpoints."""
+_OF_DEEPSPEED, _LATEST = "mp_rank_00_model_states.pt", "latest"
+"""DeepSpeed's file of a network, in a folder for each step, and the file that names the last of these folders."""
 _SOURCES = {
     "give one of its files of weights by itself": (".safetensors", ".pt", ".pth", ".ckpt", ".bin"),
     "megadit prepare webdataset makes a data set of its tar files": (".tar",),
@@ -126,7 +128,16 @@ def next_step(path: Path) -> str:
     if not entries:
         return "; it is empty: was its download interrupted?"
     inner = (each.parent for name in _MARKS for depth in ("*", "*/*") for each in path.glob(f"{depth}/{name}"))
-    if (found := next(inner, None)) is not None:
+    if (found := next(inner, None) or _file_of_deepspeed(path)) is not None:
         return f"; did you mean {found}?"
     there = {entry.suffix.lower() for entry in entries}
     return next((f"; {step}" for step, suffixes in _SOURCES.items() if there & {*suffixes}), "")
+
+
+def _file_of_deepspeed(path: Path) -> Path | None:
+    files, latest = sorted([*path.glob(_OF_DEEPSPEED), *path.glob(f"*/{_OF_DEEPSPEED}")]), path / _LATEST
+    step = ""
+    if latest.is_file() and not leads_out(latest, path):
+        with latest.open(encoding="utf-8", errors="replace") as file:
+            step = file.read(255).strip()
+    return next((each for each in files if each.parent.name == step), files[-1] if files else None)

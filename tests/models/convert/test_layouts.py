@@ -6,6 +6,7 @@ The plain layout of each network is compared with diffusers' outputs in `test_wa
 import argparse
 import json
 import random
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -255,6 +256,21 @@ def test_what_is_wrong_with_a_layout_is_said(layout, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         open_published(write(tmp_path / "theirs"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("latest", ["global_step9", "global_step10", "../elsewhere", "", None])
+def test_a_folder_of_deepspeed_names_the_file_of_its_last_step(latest, tmp_path):
+    for step in ("global_step10", "global_step9"):
+        one(tmp_path / step, {"module": RELEASED}, "mp_rank_00_model_states.pt")
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    expected = tmp_path / (latest if latest in ("global_step9", "global_step10") else "global_step9")
+    with pytest.raises(UserError, match="is no published checkpoint.*; did you mean ") as error:
+        open_published(tmp_path)
+    file = str(error.value).partition("did you mean ")[2].removesuffix("?")
+    assert file == str(expected / "mp_rank_00_model_states.pt") and open_published(Path(file)).config == WAN
+    with pytest.raises(UserError, match="did you mean .*mp_rank_00_model_states.pt"):
+        open_published(expected)
 
 
 @pytest.mark.parametrize("low", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
