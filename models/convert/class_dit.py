@@ -100,10 +100,19 @@ _COMMON: dict[str, Any] = {
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]], head_dim: int | None = None) -> DiTConfig:
-    """The configuration of an original checkpoint; heads are 64 wide, 72 in XL."""
+    """The configuration of an original checkpoint; heads are 64 wide, 72 in XL.
+
+    Raises:
+        UserError: for a width of other heads, whose number no tensor tells.
+    """
     width, channels, patch, _ = shapes["x_embedder.proj.weight"]
     num_layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
     head_dim = head_dim or (72 if width % 72 == 0 and width % 64 == 0 and width >= 1152 else 64)
+    if width % head_dim:
+        raise UserError(
+            f"x_embedder.proj.weight is {width} wide, which does not determine the number of heads (published ones are "
+            "64 wide, 72 in XL): give diffusers' form of it, with its config.json"
+        )
     out_channels = shapes["final_layer.linear.weight"][0] // patch**2
     return DiTConfig(
         **_COMMON,

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, is_inner_name, read_json
+from megadit.models.shared.files import inner_path, is_inner_name, is_possible_name, read_json
 from megadit.models.storage.tensor_source import TensorSource, from_state_dict, open_safetensors
 from megadit.models.storage.wrapped import open_tensor_file
 
@@ -55,7 +55,7 @@ def _shard(directory: Path, name: str) -> Path:
     """A file that an index lists, or else the one of its name beside the index, which may be of another folder."""
     is_there = is_inner_name(name) and (directory / name).is_file()
     beside = directory / Path(name).name
-    is_moved = not is_there and ".." not in Path(name).parts and beside.is_file()
+    is_moved = not is_there and is_possible_name(name) and ".." not in Path(name).parts and beside.is_file()
     return beside if is_moved else inner_path(directory, name, follow_links=True)
 
 

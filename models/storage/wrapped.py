@@ -8,7 +8,10 @@
 
 import math
 import re
+import tarfile
+import zipfile
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,8 @@ def open_tensor_file(path: Path) -> TensorSource:
     is_safetensors = path.suffix == ".safetensors" or head[8:] == b"{"
     if is_safetensors or (head.startswith(tuple(OTHER_FILES)) and not head.startswith(TORCH_MAGIC)):
         return open_safetensors(path)
+    if tarfile.is_tarfile(path) or _is_other_zip(path):
+        raise UserError(f"{path} is an archive, no file of torch.save: unpack it, and give what is in it")
     if not head.startswith(TORCH_MAGIC):
         raise UserError(f"{path} is no file of weights, of safetensors or torch.save")
     values = load_pickled(path)
@@ -84,6 +89,14 @@ def open_tensor_file(path: Path) -> TensorSource:
             )
         tensors |= dict(zip(parameters, ema_tensors, strict=True))
     return from_state_dict(tensors, str(path))
+
+
+def _is_other_zip(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(path) as archive:
+        return not any(name.endswith("data.pkl") for name in archive.namelist())
+    return False
 
 
 def _ema_in_order(values: Any, depth: int = 0) -> list[Tensor]:

@@ -6,6 +6,7 @@ The plain layout of each network is compared with diffusers' outputs in `test_wa
 import argparse
 import json
 import random
+import shutil
 from pathlib import Path
 
 import hypothesis
@@ -406,6 +407,23 @@ def test_a_file_that_holds_no_weights_says_so(content, tmp_path):
     (tmp_path / "model.pt").write_bytes(content)
     with pytest.raises(UserError, match=r"model.pt is no file of weights, of safetensors or torch.save"):
         open_published(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("form", ["tar", "gztar", "zip"])
+def test_an_archive_of_weights_is_to_be_unpacked(form, tmp_path):
+    """As NeMo's first .nemo files are; their names may lead anywhere."""
+    one(tmp_path / "in", RELEASED)
+    made = Path(shutil.make_archive(tmp_path / "made", form, tmp_path / "in"))
+    with pytest.raises(UserError, match="model.nemo is an archive, no file of torch.save: unpack it"):
+        open_published(made.rename(tmp_path / "model.nemo"))
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" * 3000, "../x", "/etc/passwd", "", "\0"])
+def test_an_index_of_impossible_names_is_refused(name, tmp_path):
+    path = folder(tmp_path / "theirs", {}, file="nothing", write=lambda tensors, file: None)
+    (path / f"{FILE}.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match="is not the name of a file in .*: it leads elsewhere"):
+        open_published(path)
 
 
 ZEROS = {name: torch.zeros_like(tensor) for name, tensor in RELEASED.items()}

@@ -193,6 +193,16 @@ def test_the_original_class_network_comes_in(tmp_path, capsys):
     assert all(torch.equal(found.tensors.read(name), tensor) for name, tensor in ours.items())
 
 
+@pytest.mark.parametrize("width", [32, 96, 160, 1000])
+def test_a_class_network_whose_heads_nobody_knows_is_refused(width):
+    shapes = {
+        "x_embedder.proj.weight": (width, 4, 2, 2), "blocks.0.attn.qkv.weight": (3 * width, width),
+        "final_layer.linear.weight": (32, width), "y_embedder.embedding_table.weight": (11, width),
+    }  # fmt: skip
+    with pytest.raises(UserError, match=f"proj.weight is {width} wide, which does not determine the number of heads"):
+        class_dit.config_from_shapes(shapes)
+
+
 def test_positions_that_others_would_read_as_theirs_are_not_written(tmp_path):
     tensors = from_state_dict(random_tensors(COSMOS))
     dense = dataclasses.replace(COSMOS, rope_interpolation=(1.0, 2.0, 2.0))
