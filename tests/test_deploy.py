@@ -11,7 +11,7 @@ import tomllib
 import venv
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -20,16 +20,21 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megadit.export.operators import check_operators
 from megadit.infer.inspect.doctor import needs_of
 from megadit.infer.media.video_io import read_video
-from megadit.models.bundle_writer import write_bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes.load import open_exported
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import Autoencoder
 from megadit.models.tokenizers.kinds import KINDS
 from megadit.models.tokenizers.network import Network, complete_config
 
-from .bundles import CONFIG, random_dit, write_tiny_bundle
+from .bundles import write_tiny_bundle
+from .export.test_families import check_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -62,7 +67,18 @@ for runtime, out in zip(pairs[::2], pairs[1::2]):
         request = VideoRequest(prompt="a red seven moving left", seed=1)
         Path(out).write_bytes(VideoClient(f"grpc://{server.grpc_url}").generate(request, timeout=300)[0].data)
 """
-SIZES = ("batch=1", "frames=1,5,9", "text=1,4,9")
+COSMOS = DiTConfig(
+    num_layers=1,
+    hidden_size=48,
+    num_attention_heads=2,
+    in_channels=4,
+    crossattn_emb_size=16,
+    family="cosmos",
+    adaln_lora_dim=6,
+    rope_scale=(2.0, 1.0, 1.5),
+    learned_positions=(12, 20, 20),
+    padding_mask_channel=True,
+)
 
 
 def requirements_of(extras: Collection[str]) -> list[Requirement]:
@@ -81,24 +97,34 @@ def distributions(extras: Collection[str]) -> set[str]:
     }
 
 
+@cache
+def installed() -> tuple[dict[str, metadata.Distribution], dict[str, list], dict[str, set[str]]]:
+    """What is installed by its name, the files of each, and who has files in a folder."""
+    found, owners = {}, defaultdict(set)
+    for each in metadata.distributions():  # setuptools, once imported, puts copies of its own behind those installed
+        found.setdefault(canonicalize_name(each.metadata["Name"]), each)
+    files = {
+        name: [file for file in each.files or () if file.parts[0] not in ("..", "__pycache__")]
+        for name, each in found.items()
+    }
+    for name, of_name in files.items():
+        for file in of_name:
+            owners[file.parts[0]].add(name)
+    return found, files, owners
+
+
 def make_environment(folder: Path, names: Collection[str]) -> Path:
     """An environment of these distributions, by links, and of this repository; gives its site-packages."""
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    installed, files, owners = {}, {}, defaultdict(set)
-    for each in metadata.distributions():  # setuptools, once imported, puts copies of its own behind those installed
-        installed.setdefault(canonicalize_name(each.metadata["Name"]), each)
-    for name, each in installed.items():
-        files[name] = [file for file in each.files or () if file.parts[0] not in ("..", "__pycache__")]
-        for file in files[name]:
-            owners[file.parts[0]].add(name)
+    found, files, owners = installed()
     for name in set(names) - {PROJECT["name"]}:
         for file in files[name]:
             is_shared = not owners[file.parts[0]] <= set(names)
             link = site / (file if is_shared else file.parts[0])
             if not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(Path(str(installed[name].locate_file(link.relative_to(site)))))
+                link.symlink_to(Path(str(found[name].locate_file(link.relative_to(site)))))
     (site / "repository.pth").write_text(f"{REPOSITORY}\n")
     about = site / "megadit-0.dist-info"
     about.mkdir()
@@ -150,18 +176,9 @@ def bundle(tmp_path_factory, make_cosmos_autoencoder, write_t5) -> Path:
     vae, kind = make_cosmos_autoencoder(4, statistics=True), KINDS["cosmos"]
     settings = complete_config(kind.class_name, dict(vae.config))
     network = Network.build(kind.class_name, settings, vae.state_dict(), "the test")
-    tokenizer = Autoencoder(kind=kind, network=network, sigma_data=CONFIG.sigma_data)
-    encoder = T5TextEncoder(model=str(write_t5(folder / "t5")), dtype="float32", max_length=9)
-    config = replace(CONFIG, num_layers=1, in_channels=4, crossattn_emb_size=encoder.dim)
-    write_bundle(
-        folder / "bundle",
-        config=config,
-        state_dict=random_dit(config).state_dict(),
-        tokenizer=tokenizer,
-        text_encoder=encoder,
-        defaults=DEFAULTS,
-    )
-    return folder / "bundle"
+    tokenizer = Autoencoder(kind=kind, network=network, sigma_data=COSMOS.sigma_data)
+    encoder = T5TextEncoder(model=str(write_t5(folder / "t5")), dtype="float32", text_padding="zeros", max_length=9)
+    return write_tiny_bundle(folder / "bundle", COSMOS, tokenizer, encoder, DEFAULTS).path
 
 
 @pytest.fixture(scope="module")
@@ -182,22 +199,61 @@ def image(tmp_path_factory):
     return make
 
 
-@pytest.mark.slow
-def test_the_extra_generates_exports_and_serves(image, bundle, tritonserver_on_path, tmp_path):
+RUNTIMES = ("torch", "onnx")
+
+
+def of_files(one, other):
+    """How far two videos are apart; encodings of frames that differ by 1 in few pixels, less than 0.1."""
+    return np.abs(read_video(one)[0].astype(int) - read_video(other)[0]).mean()
+
+
+@pytest.fixture(scope="module")
+def deployed(image, bundle, tmp_path_factory):
+    """(site, run, folder) of an environment of `[deploy]`, which has exported the bundle into FOLDER/exported and made
+    FOLDER/RUNTIME.mp4."""
     site, run = image(distributions(["deploy"]))
-    exported = str(tmp_path / "exported")
-    made, served = ({name: str(tmp_path / f"{who}_{name}.mp4") for name in ("torch", "onnx")} for who in ("a", "b"))
+    folder = tmp_path_factory.mktemp("deployed")
+    exported = str(folder / "exported")
     ask = ["--checkpoint_path", exported, "--prompt", PROMPT, "--seed", "1", "--device", "cpu"]
-    commands = [["doctor", "--extras", "deploy"], ["export", str(bundle), exported, "--video_steps", "1"]]
-    commands[1] += [word for size in SIZES for word in ("--profile", size)]
-    commands += [["generate", *ask, "--runtime", name, "--video_save_path", made[name]] for name in made]
+    sizes = ["--profile", "batch=1,1,2", "--profile", "frames=1,5,9"]
+    commands = [["doctor", "--extras", "deploy"], ["export", str(bundle), exported, "--video_steps", "1", *sizes]]
+    commands += [
+        ["generate", *ask, "--runtime", name, "--video_save_path", str(folder / f"{name}.mp4")] for name in RUNTIMES
+    ]
     done = run(MEGADIT, json.dumps(commands))
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run(SERVE, exported, *(word for pair in served.items() for word in pair), path=tritonserver_on_path(site))
+    return site, run, folder
+
+
+@pytest.mark.slow
+def test_the_extra_exports_and_generates(deployed):
+    """Text encoder, network, decoder and encoder as they were published pass the gate, and make torch's videos."""
+    _, _, folder = deployed
+    exported = Bundle.open(folder / "exported", verify=True)
+    report = exported.manifest["export"]["onnx"]["report"]
+    assert report.keys() == {"text_encoder", "denoiser", "video_decoder", "video_encoder", "video"}
+    check_report(report["denoiser"], open_exported(exported, "onnx").network("denoiser"))
+    assert report["video"]["psnr"] >= 50
+    for name in report.keys() - {"video"}:
+        check_operators(exported.path / f"onnx/{name}.onnx")
+    ours, theirs = (
+        TextToVideo.from_pretrained(exported, device="cpu", runtime=name)(["a red seven", "the robot waves"], seeds=1)
+        for name in RUNTIMES
+    )
+    for by_torch, by_onnx in zip(ours, theirs, strict=True):
+        error = np.abs(by_onnx.video.astype(int) - by_torch.video)
+        assert error.max() <= 1 and (error > 0).mean() < 0.01  # rounding to 8 bits may fall either way
+    assert of_files(folder / "torch.mp4", folder / "onnx.mp4") < 0.1
+
+
+@pytest.mark.slow
+def test_the_extra_serves(deployed, tritonserver_on_path, tmp_path):
+    site, run, folder = deployed
+    served = [word for name in RUNTIMES for word in (name, tmp_path / f"{name}.mp4")]
+    done = run(SERVE, folder / "exported", *served, path=tritonserver_on_path(site))
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in made:
-        ours, theirs = (read_video(files[name])[0].astype(int) for files in (made, served))
-        assert np.abs(ours - theirs).mean() < 0.1, "two encodings of frames that differ by 1"
+    for name in RUNTIMES:
+        assert of_files(folder / f"{name}.mp4", tmp_path / f"{name}.mp4") < 0.1
 
 
 @pytest.mark.slow

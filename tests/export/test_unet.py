@@ -155,15 +155,12 @@ def pictures_of(path, runtime, **settings):
     return [video.video[0].astype(int) for video in made]
 
 
-def exported_with(bundle, out, **settings):
-    return export_denoiser(bundle, out, profiles=("batch=1,1,2",), video_steps=2, **settings)
-
-
 @pytest.fixture(scope="module")
 def slotted(made, tmp_path_factory):
     """An XL with room for adapters of every linear, and of its convolutions of single pixels."""
     out = tmp_path_factory.mktemp("slotted") / "exported"
-    return exported_with(made("xl").path, out, adapter_rank=4, adapter_targets=("*",))
+    room = {"adapter_rank": 4, "adapter_targets": ("*",)}
+    return export_denoiser(made("xl").path, out, profiles=("batch=1,1,2",), video_steps=2, **room)
 
 
 @pytest.mark.slow
@@ -198,16 +195,13 @@ def test_each_picture_has_a_file_of_its_own(slotted, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_merged_network_passes_the_gate(made, tmp_path):
-    """`megadit bundle --merge`, then export: torch's pictures with the file beside the network it was merged into."""
+def test_a_merged_network_makes_the_pictures_of_its_adapter(made, tmp_path):
+    """`megadit bundle --merge`: a bundle as any other, and those of 1.x are exported by README.md."""
     bundle = made("1.x")
     adapters = lora(bundle, tmp_path)
     merged = [str(tmp_path / "merged"), "--merge", *(f"{path}:{scale}" for path, scale in adapters.items())]
     assert bundle_main([str(bundle.path), *merged]) == 0
-    exported = exported_with(tmp_path / "merged", tmp_path / "exported")
-    report = exported.manifest["export"]["onnx"]["report"]
-    assert report["denoiser"]["worst"] <= 1e-5 and report["video"]["psnr"] >= 50
-    ours = pictures_of(exported.path, "onnx")
+    ours = pictures_of(tmp_path / "merged", "torch")
     beside, base = (pictures_of(bundle.path, "torch", adapters=each) for each in (adapters, {}))
     assert max(np.abs(one - other).max() for one, other in zip(ours, beside, strict=True)) <= 1
     assert np.abs(ours[0] - base[0]).max() > 1, "negative control"

@@ -95,6 +95,29 @@ def _all_tensors(folder: Path) -> dict:
     return _read(folder / "tensors", "")
 
 
+def numbers(folder: Path, name: str) -> dict:
+    """What a job of layouts found of a case."""
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    """How far two series are apart, at most."""
+    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
+
+
+def deviations(ours: dict, one: dict) -> dict[str, float]:
+    """What may differ between layouts, as multiples of what is allowed.
+
+    Sums over tokens, features or ranks are taken in parts: float32 rounds them otherwise, by about 1e-7 of their size,
+    and small gradients are differences of large ones. Copies of a parameter stay equal to the last bit.
+    """
+    return {
+        "loss": relative(ours["loss"], one["loss"]) / 1e-6,
+        "grad_norm": relative(ours["grad_norm"], one["grad_norm"]) / 1e-5,
+        "spread": ours["spread"] / 1e-30,
+    }
+
+
 def distance(ours: dict, theirs: dict) -> float:
     """Of tensors of the same names, by the norms of `theirs`: the largest."""
     assert ours and set(ours) == set(theirs)

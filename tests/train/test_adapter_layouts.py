@@ -1,6 +1,5 @@
 """An adapter is trained in any layout as on one rank: losses, its tensors, moments and averages; its base stays."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.lora.adapters import adapter_key, targets_of
 from megadit.models.megatron.checkpoint import NETWORK, model_key
 
-from .conftest import MOVIEGEN, distance, tensors_of
+from .conftest import MOVIEGEN, deviations, distance, numbers, relative, tensors_of
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -95,25 +94,8 @@ def folder(folders_of):
     return folders_of(cases, JOB, timeout=560)
 
 
-def numbers(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())
-
-
 def tensors(folder, name, prefix):
     return tensors_of(folder / name, prefix)
-
-
-def relative(ours, theirs):
-    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
-
-
-def deviations(ours, one):
-    """As multiples of what is allowed."""
-    return {
-        "loss": relative(ours["loss"], one["loss"]) / 1e-6,
-        "grad_norm": relative(ours["grad_norm"], one["grad_norm"]) / 1e-5,
-        "spread": ours["spread"] / 1e-30,
-    }
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*((2, name) for name in LAYOUTS), (4, "dora-experts tp x ep")])

@@ -15,6 +15,8 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import ParallelConfig
 from megadit.train.recipes import load_recipe
 
+from .conftest import numbers, relative
+
 JOB = Path(__file__).parent / "jobs" / "eight_bits.py"
 LAYOUTS_JOB = JOB.with_name("layouts.py")
 
@@ -79,11 +81,7 @@ def by_torch(folders_of):
     cases[1]["sixteen"] = {**BY_TORCH, "train": {}}
 
     folder = folders_of(cases.__getitem__, LAYOUTS_JOB, timeout=240)
-    return lambda ranks: {name: json.loads((folder(ranks) / f"{name}.json").read_text()) for name in cases[ranks]}
-
-
-def relative(ours, theirs):
-    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
+    return lambda ranks: {name: numbers(folder(ranks), name) for name in cases[ranks]}
 
 
 @pytest.mark.slow

@@ -4,13 +4,12 @@ The job and what is compared are those of `test_layouts.py`: unequal images and 
 random. Beside what must hold stand mistakes that raise nothing: each must be seen.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 
-from .conftest import MOVIEGEN, distance, tensors_of
+from .conftest import MOVIEGEN, deviations, distance, numbers, tensors_of
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -91,23 +90,6 @@ EXACT = [(ranks, name) for ranks in LAYOUTS for name in jobs(ranks) if not name.
 @pytest.fixture(scope="module")
 def folder(folders_of):
     return folders_of(jobs, JOB, timeout=560)
-
-
-def numbers(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-def relative(ours, theirs):
-    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
-
-
-def deviations(ours, one):
-    """What may differ between layouts, as multiples of what is allowed: see `test_layouts.py`."""
-    return {
-        "loss": relative(ours["loss"], one["loss"]) / 1e-6,
-        "grad_norm": relative(ours["grad_norm"], one["grad_norm"]) / 1e-5,
-        "spread": ours["spread"] / 1e-30,
-    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,13 +3,12 @@
 The job and what is compared are those of `test_layouts.py`; every tensor is random and must have a gradient.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 
-from .conftest import MOVIEGEN, distance, tensors_of
+from .conftest import MOVIEGEN, deviations, distance, numbers, tensors_of
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -115,16 +114,6 @@ def folders(folders_of):
     return folders_of(cases, JOB, timeout=560)
 
 
-def numbers(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-def deviations(ours, one):
-    """Of losses, of norms of gradients, and of copies of a parameter from one another."""
-    far = [max(abs(x - y) / y for x, y in zip(ours[key], one[key], strict=True)) for key in ("loss", "grad_norm")]
-    return *far, ours["spread"]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_megatron_on_one_rank_is_torch(folders, family):
     files = [folders(1) / f"{family} {name}" / "gradients.safetensors" for name in ("torch", "one")]
@@ -137,9 +126,8 @@ def test_megatron_on_one_rank_is_torch(folders, family):
 
 @pytest.mark.parametrize(("ranks", "family", "layout"), PAIRS)
 def test_a_layout_trains_as_one_rank_does(folders, ranks, family, layout):
-    loss, norm, spread = deviations(numbers(folders(ranks), f"{family} {layout}"), numbers(folders(1), f"{family} one"))
-    # sums are taken in parts, which float32 rounds otherwise
-    assert loss < 2e-6 and norm < 1e-5 and spread == 0
+    found = deviations(numbers(folders(ranks), f"{family} {layout}"), numbers(folders(1), f"{family} one"))
+    assert found["loss"] < 2 and found["grad_norm"] < 1 and found["spread"] == 0, found
     names = (folders(ranks) / f"{family} {layout}", folders(1) / f"{family} one")
     assert distance(*(tensors_of(name, "model.") for name in names)) < 2e-5
 
@@ -148,5 +136,4 @@ def test_a_layout_trains_as_one_rank_does(folders, ranks, family, layout):
 def test_what_is_left_out_would_be_noticed(folders, name):
     """Negative control: without the sum of partial gradients over ranks, losses come apart or copies do."""
     family = name.partition(" ")[0]
-    loss, norm, spread = deviations(numbers(folders(2), name), numbers(folders(1), f"{family} one"))
-    assert loss > 1e-5 or norm > 1e-4 or spread > 0
+    assert max(deviations(numbers(folders(2), name), numbers(folders(1), f"{family} one")).values()) > 10

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from .conftest import distance, tensors_of
+from .conftest import deviations, distance, relative, tensors_of
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -147,10 +147,6 @@ class Results:
         return tensors_of(self.folder(ranks) / name, prefix)
 
 
-def relative(ours, theirs):
-    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
-
-
 def test_megatron_on_one_rank_is_torch(results):
     files = [results.folder(1) / name / "gradients.safetensors" for name in ("torch", "one")]
     by_torch, by_megatron = (safetensors.torch.load_file(file) for file in files)
@@ -159,19 +155,6 @@ def test_megatron_on_one_rank_is_torch(results):
     assert relative(results(1, "one")["loss"][:1], results(1, "torch")["loss"]) < 1e-6
     assert all(gradient.norm() > 1e-6 for gradient in by_torch.values()), "every parameter has a gradient"
     assert "grad.dit.null_text" in by_torch and "grad.uncertainty.linear.weight" in by_torch
-
-
-def deviations(ours, one):
-    """What may differ between layouts, as multiples of what is allowed.
-
-    Sums over tokens, features or ranks are taken in parts: float32 rounds them otherwise, by about 1e-7 of their size,
-    and small gradients are differences of large ones. Copies of a parameter stay equal to the last bit.
-    """
-    return {
-        "loss": relative(ours["loss"], one["loss"]) / 1e-6,
-        "grad_norm": relative(ours["grad_norm"], one["grad_norm"]) / 1e-5,
-        "spread": ours["spread"] / 1e-30,
-    }
 
 
 def one_rank_of(ranks, name):

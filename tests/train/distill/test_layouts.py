@@ -1,6 +1,5 @@
 """A student learns in any layout as on one rank, whatever its objective: its losses, its critic's, its weights."""
 
-import json
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,8 @@ from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.recipes import load_recipe
+
+from ..conftest import numbers
 
 JOB = Path(__file__).parents[1] / "jobs" / "layouts.py"
 
@@ -163,10 +164,6 @@ def folder(folders_of, teachers, before):
 
 def has_critic(name):
     return name.startswith(("matching", "adversarial"))
-
-
-def numbers(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 def deviation(ours, one):

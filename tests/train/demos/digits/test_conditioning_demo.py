@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.train.demos.digits import conditioning_data as given_data
 from megadit.train.demos.digits import conditioning_demo as given_demo
@@ -101,19 +100,10 @@ def test_a_score_says_whether_scales_are_monotone(monkeypatch, num_right, offset
     assert [found[f"clip_{scale:g}_distance"] for scale in scales] == pytest.approx(offset, abs=1e-3)
 
 
-def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
-    asked = []
-
-    def stop(demo, stages):
-        asked.append(demo)
-        raise UserError("seen")
-
-    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
+def test_every_option_reaches_the_demo(tmp_path, demo_of):
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
-    assert given_demo.main([*options, "--seed", "5"]) == 2
-    assert asked == [
-        given_demo.ConditioningDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
-    ]
+    expected = given_demo.ConditioningDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
+    assert demo_of(given_demo.main, *options, "--seed", "5") == expected
 
 
 @pytest.mark.slow

@@ -5,26 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.train.demos.digits import distill_demo
 from megadit.train.recipes import load_recipe
 from tests.bundles import write_able_bundle
 
 
-def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
-    asked = []
-
-    def stop(demo, stages):
-        asked.append(demo)
-        raise UserError("seen")
-
-    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
+def test_every_option_reaches_the_demo(tmp_path, monkeypatch, demo_of):
     monkeypatch.setattr(distill_demo.DistillDemo, "has_first_frame", False)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
-    assert distill_demo.main([*options, "--seed", "5"]) == 2
     expected = distill_demo.DistillDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
-    assert asked == [expected]
+    assert demo_of(distill_demo.main, *options, "--seed", "5") == expected
 
 
 def demo_from(monkeypatch, *, has_first_frame):

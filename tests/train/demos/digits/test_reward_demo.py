@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.train.demos.digits import reward_demo
 from megadit.train.demos.digits.data import draw_clips
@@ -25,18 +24,10 @@ def test_the_scorer_sees_how_far_left_a_digit_lies(tmp_path):
     assert pixels_left(torch.zeros(1, 3, 2, 8, 8)).tolist() == [[3.5, 3.5]], "nothing is nowhere"
 
 
-def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
-    asked = []
-
-    def stop(demo, stages):
-        asked.append(demo)
-        raise UserError("seen")
-
-    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
+def test_every_option_reaches_the_demo(tmp_path, demo_of):
     more = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--rounds", "2", "--seed", "5"]
-    assert reward_demo.main([*more, "--prompts_per_round", "3"]) == 2
     expected = RewardDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, rounds=2, prompts_per_round=3, seed=5)
-    assert asked == [expected]
+    assert demo_of(reward_demo.main, *more, "--prompts_per_round", "3") == expected
     assert reward_demo.main(["--bundle", str(tmp_path / "none")]) == 2
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.shared.errors import UserError
 from megadit.train.demos.digits import adapter_demo, subject
 from megadit.train.demos.digits.data import COLOURS, DIRECTIONS, draw_clips, random_attributes
 from megadit.train.demos.digits.score import score
@@ -39,19 +38,10 @@ def test_its_judge_reads_it_and_digits():
     assert score(reader, draw_clips(of_digits, "heldout", generator), of_digits)["digit"] > 0.95
 
 
-def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
-    asked = []
-
-    def stop(demo, stages):
-        asked.append(demo)
-        raise UserError("seen")
-
-    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
+def test_every_option_reaches_the_demo(tmp_path, demo_of):
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--word", "vex", "--ranks", "1", "--steps", "7"]
-    assert adapter_demo.main([*options, "--seed", "5"]) == 2
-    assert asked == [
-        adapter_demo.AdapterDemo(out=Path("elsewhere"), base=tmp_path, word="vex", num_ranks=1, steps=7, seed=5)
-    ]
+    expected = adapter_demo.AdapterDemo(out=Path("elsewhere"), base=tmp_path, word="vex", num_ranks=1, steps=7, seed=5)
+    assert demo_of(adapter_demo.main, *options, "--seed", "5") == expected
 
 
 def test_the_demo_wants_a_bundle(tmp_path, capsys):

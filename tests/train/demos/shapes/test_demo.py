@@ -15,21 +15,11 @@ from megadit.train.demos.shapes.edits import CHANGES
 from ...conftest import FEW_STEPS
 
 
-def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
-    asked = []
-
-    def stop(demo, stages):
-        asked.append(demo)
-        raise UserError("seen")
-
-    monkeypatch.setattr("megadit.train.demos.stages.run_stages", stop)
+def test_every_option_reaches_the_demo(tmp_path, monkeypatch, demo_of):
     monkeypatch.setattr(demo_module, "ranks_that_gain", lambda: 2)
-    assert demo_module.main(["--out", str(tmp_path), "--ranks", "1", "--quick"]) == 2
-    assert demo_module.main([]) == 2
-    assert asked == [
-        ShapesDemo(out=tmp_path, size=QUICK, num_ranks=1),
-        ShapesDemo(out=Path("runs/demo-shapes"), num_ranks=2),
-    ]
+    expected = ShapesDemo(out=tmp_path, size=QUICK, num_ranks=1)
+    assert demo_of(demo_module.main, "--out", str(tmp_path), "--ranks", "1", "--quick") == expected
+    assert demo_of(demo_module.main) == ShapesDemo(out=Path("runs/demo-shapes"), num_ranks=2)
 
 
 def test_no_ranks(tmp_path):
