@@ -116,6 +116,15 @@ def write_pair_bundle(source: PathLike | str, out: PathLike | str) -> None:
     )
 
 
+def random_network(config: DiTConfig, *, std: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiT:
+    """Drawn as torch does, in this precision; no tensor is zero, so that every path shows in the output."""
+    torch.manual_seed(seed)
+    network = DiT(config).to(dtype)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return network
+
+
 def random_dit(config: DiTConfig) -> DiT:
     """As `random_state`."""
     model = DiT(config)

@@ -3,19 +3,16 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from megadit.models.configs.block import ExpertConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_inputs
-from megadit.train.config.schema import ParallelConfig
-from megadit.train.recipes import load_recipe
+from tests.train.config.test_schema import make_run
 
 JOB = Path(__file__).parent / "jobs" / "graphs.py"
 CASES = ("all", "some", "none")
@@ -54,50 +51,15 @@ def test_what_a_recording_is_not_given_is_seen(found, name):
     assert found[name]["apart"] > 1e-2
 
 
-def with_graphs(*, model=None, train=None, **parallel):
-    run = load_recipe("digits_tiny")
-    return replace(
-        run,
-        model=replace(run.model, **model or {}),
-        train=replace(run.train, **{"precision": "bf16"} | (train or {})),
-        optimizer=replace(run.optimizer, optimizer="adamw"),
-        parallel=ParallelConfig(**{"cuda_graph_max_segments": 8} | parallel),
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"cuda_graph_max_segments": 0}, "cuda_graph_max_segments=0 must be greater than 0"),
-        ({"tensor_model_parallel_size": 2}, "data parallelism alone"),
-        ({"context_parallel_size": 2}, "data parallelism alone"),
-        ({"pipeline_model_parallel_size": 2}, "data parallelism alone"),
-        ({"data_parallel": "fsdp"}, "data_parallel=fsdp"),
-        ({"data_parallel": "distributed_optimizer"}, "overlap_param_gather=false"),
-        ({"transformer_impl": "transformer_engine"}, "transformer_impl=local"),
-        ({"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion"),
-        ({"recompute_granularity": "full"}, "recompute_granularity=none"),
-        ({"model": {"experts": ExpertConfig(num_experts=4)}}, "experts"),
-        ({"model": {"family": "st_dit"}}, "st_dit"),
-        ({"train": {"precision": "fp32"}}, "precision=bf16"),
-        ({"model": {"head_dim": 12}}, "head_dim"),
-    ],
-)
-def test_what_it_is_refused_with(settings, message):
-    with_graphs()
-    with_graphs(data_parallel="distributed_optimizer", overlap_param_gather=False)
-    with pytest.raises(UserError, match=message):
-        with_graphs(**settings)
-
-
 def test_refused_without_a_gpu_or_its_kernel(monkeypatch):
+    run = make_run(train={"precision": "bf16"}, parallel={"cuda_graph_max_segments": 8})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="cuda_graph_max_segments needs a GPU"):
-        check_inputs(with_graphs())
+        check_inputs(run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(extensions, "has_varlen_attention", lambda: False)
     with pytest.raises(UserError, match="torch 2.10"):
-        check_inputs(with_graphs())
+        check_inputs(run)
 
 
 @pytest.mark.gpu

@@ -9,17 +9,8 @@ from torch._dynamo.utils import counters
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
-
-
-def random_network(config: DiTConfig) -> DiT:
-    torch.manual_seed(0)
-    dit = DiT(config)
-    for parameter in dit.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return dit
+from tests.bundles import random_network
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from megadit.models.networks.initialize import initialize_
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
+from tests.bundles import random_network
 
 COMMON = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 2}
 COSMOS = DiTConfig(
@@ -61,14 +62,6 @@ TEXT_LENGTHS = (3, 0, 1, 2)
 FPS = (12.0, 0.0, 30.0, 24.0)
 
 
-def random_network(config):
-    torch.manual_seed(0)
-    dit = DiT(config).double()
-    for parameter in dit.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return dit
-
-
 def run_both(dit):
     """(outputs, gradients) of a pack, and of its samples one by one."""
     config = dit.config
@@ -103,7 +96,7 @@ def run_both(dit):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_pack_equals_its_samples_one_by_one(name):
-    (packed, packed_grads), (single, single_grads) = run_both(random_network(FAMILIES[name]))
+    (packed, packed_grads), (single, single_grads) = run_both(random_network(FAMILIES[name], dtype=torch.float64))
     # float64 but for the tables of positions and noise levels, which both share
     torch.testing.assert_close(packed, single, rtol=1e-9, atol=1e-9)
     for key, grad in packed_grads.items():
@@ -136,7 +129,7 @@ def test_networks_start_at_zero_and_can_leave_it(name):
     ],
 )
 def test_each_number_reaches_the_network(field, value):
-    dit = random_network(LOW_RANK)
+    dit = random_network(LOW_RANK, dtype=torch.float64)
     changed = DiT(dataclasses.replace(LOW_RANK, **{field: value})).double()
     changed.load_state_dict(dit.state_dict())
     x, conditioning = (
@@ -147,7 +140,7 @@ def test_each_number_reaches_the_network(field, value):
 
 
 def test_no_text_is_a_row_of_zeros_where_text_is_read_as_it_is():
-    dit = random_network(COSMOS)
+    dit = random_network(COSMOS, dtype=torch.float64)
     x, text, fps = torch.randn(1, 4, 1, 4, 4).double(), torch.randn(1, 3, 2), torch.zeros(1)
     null = dit(x, torch.zeros(1), Conditioning(text, torch.tensor([0]), fps))
     zeros = dit(x, torch.zeros(1), Conditioning(torch.zeros(1, 512, 2), torch.tensor([512]), fps))
@@ -155,13 +148,16 @@ def test_no_text_is_a_row_of_zeros_where_text_is_read_as_it_is():
 
 
 def test_a_grid_beyond_the_learned_positions_is_refused():
-    dit, conditioning = random_network(COSMOS), Conditioning(torch.zeros(1, 1, 2), torch.zeros(1).long(), torch.ones(1))
+    dit, conditioning = (
+        random_network(COSMOS, dtype=torch.float64),
+        Conditioning(torch.zeros(1, 1, 2), torch.zeros(1).long(), torch.ones(1)),
+    )
     with pytest.raises(UserError, match=r"1x6x2 tokens .* more than the 4x5x4"):
         dit(torch.zeros(1, 4, 1, 12, 4).double(), torch.zeros(1), conditioning)
 
 
 def test_classes_are_read_exactly_in_half_precision():
-    dit = random_network(CLASSES).bfloat16()
+    dit = random_network(CLASSES, dtype=torch.float64).bfloat16()
     x, t, length = torch.randn(2, 4, 1, 4, 4).bfloat16(), torch.zeros(2), torch.ones(2).long()
     text = torch.tensor([[[2.0, 3.0]], [[2.0, 4.0]]]).bfloat16()
     out = dit(x[:1].expand(2, -1, -1, -1, -1), t, Conditioning(text, length, torch.zeros(2)))

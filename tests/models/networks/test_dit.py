@@ -17,6 +17,7 @@ from megadit.models.ops.registry import Variant
 from megadit.models.packing.dense_layout import grid_positions
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
+from tests.bundles import random_network
 
 CONFIG = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 SHAPES = ((3, 4, 4), (1, 4, 6), (3, 4, 4), (2, 8, 4), (1, 4, 6))
@@ -24,12 +25,7 @@ TEXT_LENGTHS = (3, 0, 5, 2, 4)
 
 
 def random_dit(config: DiTConfig = CONFIG, dtype=torch.float64) -> DiT:
-    """A network of which no tensor is zero, so that every path shows in its output."""
-    torch.manual_seed(0)
-    dit = DiT(config).to(dtype)
-    for parameter in dit.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return dit
+    return random_network(config, std=0.2, dtype=dtype)
 
 
 class Samples:

@@ -15,12 +15,12 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.networks import dit as dit_module
 from megadit.models.networks.conditioning import CleanLatents, Conditioning
-from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.ops.fusion import fused
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import RowsByToken, Segment
 from megadit.train.optim.adamw import HalfMomentAdamW
+from tests.bundles import random_network
 
 CONFIG = DiTConfig(
     num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16, conditioning_sigma=0.02
@@ -51,14 +51,6 @@ def made(monkeypatch):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs uncompiled")
         yield counts
-
-
-def network():
-    torch.manual_seed(0)
-    dit = DiT(CONFIG)
-    for parameter in dit.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return dit
 
 
 def given(chance, num_tokens):
@@ -120,7 +112,7 @@ def test_packs_of_every_kind_are_drawn():
 
 
 def test_forty_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
-    dit, chance = network(), random.Random(0)
+    dit, chance = random_network(CONFIG), random.Random(0)
     for _ in range(2):
         run_pack(dit, chance)
     after_two_steps = Counter(made)
@@ -138,7 +130,7 @@ def test_forty_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
 
 def test_packs_of_one_segment_would_be_more_kinds(made, monkeypatch):
     monkeypatch.setattr(dit_module, "two_or_more", lambda x: x)
-    dit, chance = network(), random.Random(0)
+    dit, chance = random_network(CONFIG), random.Random(0)
     for _ in range(2):
         run_pack(dit, chance)
     after_two_steps = Counter(made)

@@ -14,6 +14,7 @@ from megadit.models.ops import ledger
 from megadit.models.ops.offload import HostMemory
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
+from tests.bundles import random_network
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FAMILIES = {
@@ -32,12 +33,8 @@ def nothing_is_small(monkeypatch):
 
 
 def network(device: str, **config) -> DiT:
-    torch.manual_seed(0)
     shape = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 16}
-    dit = DiT(DiTConfig(**shape | config)).to(device)
-    for parameter in dit.parameters():  # gates, too, which would hide blocks
-        nn.init.normal_(parameter, std=0.1)
-    return dit
+    return random_network(DiTConfig(**shape | config)).to(device)
 
 
 def losses_gradients(dit: DiT, device: str) -> list[Tensor]:

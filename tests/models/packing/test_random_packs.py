@@ -4,8 +4,6 @@ At the extremes of sigma, in float32 and bfloat16, forward and gradient.
 """
 
 import dataclasses
-import itertools
-import random
 
 import pytest
 import torch
@@ -21,6 +19,8 @@ from megadit.models.networks.embeddings import patchify
 from megadit.models.ops import ledger
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
+from tests.bundles import random_network
+from tests.models.ops.test_ops import random_packs
 
 CONFIG = DiTConfig(num_layers=1, hidden_size=48, num_attention_heads=2, in_channels=4, crossattn_emb_size=8)
 SIGMAS = (0.002, 80.0, 1e-5, 1e4, 0.5)
@@ -49,23 +49,6 @@ NETWORK_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 MORE = {"wan": 3}
 """Norms over all heads add up more numbers, and tables of modulation are added to what every block shares."""
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def random_pack(seed: int) -> PackLayout:
-    """Segments of any lengths, neighbours sometimes equal, with and without padding."""
-    chance = random.Random(seed)
-    lengths = [chance.choice((1, 2, 7, 7, 30, 64)) for _ in range(chance.randint(1, 9))]
-    grids = [(1, 1, length) if length % 2 else (2, 1, length // 2) for length in lengths]
-    segments = [Segment(grid, chance.randint(0, 3)) for grid in grids]
-    spare = chance.choice((0, 5, 40))
-    text = sum(segment.text_places for segment in segments)
-    return PackLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text)
-
-
-def random_packs(count: int) -> list[PackLayout]:
-    """With a sample of several tokens and frames, and one of several words: else some gradients are zero."""
-    packs = (random_pack(seed) for seed in itertools.count())
-    return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_places) > 1), count))
 
 
 def gradients(out, inputs):
@@ -114,11 +97,7 @@ def test_an_mlp_in_slices_equals_its_formula(dtype, family, nothing_is_small):
 
 def network(config, dtype):
     """Random weights that bfloat16 has, too: both networks start from the same numbers."""
-    torch.manual_seed(5)
-    dit = DiT(config)
-    for parameter in dit.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return dit.bfloat16().to(dtype)
+    return random_network(config, seed=5).bfloat16().to(dtype)
 
 
 def packed_and_single(config, layout, dtype, device):

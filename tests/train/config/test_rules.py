@@ -149,8 +149,8 @@ BREACHES = (
         validation={"evaluate_interval": 5},
     ),
     breach(
-        "train.adapter.targets: no linear of the network is named 'mlp'",
-        train={"adapter": AdapterConfig(rank=2, targets=("mlp",))},
+        "train.adapter.targets: no linear of the network is named 'blocks.*.self_atention.q'; did you mean 'blocks.9.",
+        train={"adapter": AdapterConfig(rank=2, targets=("blocks.*.self_atention.q",))},
     ),
     breach(
         "gradient_accumulation_fusion=true sums gradients of matrices that train.adapter freezes",
@@ -335,7 +335,27 @@ BREACHES = (
         "rows of queries, keys and values=72 is not a multiple of 16",
         model={"num_attention_heads": 4, "head_dim": 12, "num_query_groups": 1},
     ),
-    of_fp8("data.seq_length=104 is not a multiple of 16", data={"seq_length": 104}),
+    of_fp8(
+        "data.seq_length=104 is not a multiple of 16, which train.fp8=hybrid with train.fp8_recipe=tensorwise needs on "
+        "1 rank(s); use 96 or 112",
+        data={"seq_length": 104},
+    ),
+    of_fp8(
+        "data.seq_length=96 is not a multiple of 64",
+        parallel={"context_parallel_size": 4, "context_parallel_comm": "ring"},
+        model={"num_attention_heads": 4},
+        data={"seq_length": 96},
+    ),
+    of_fp8(
+        "model.num_attention_heads x model.head_dim=16 is not a multiple of 32",
+        parallel={"tensor_model_parallel_size": 2},
+        model={"num_attention_heads": 2, "head_dim": 8},
+    ),
+    of_fp8(
+        "model.hidden_size=48 is not a multiple of 32",
+        train={"fp8_recipe": "mxfp8"},
+        model={"hidden_size": 48, "num_attention_heads": 2},
+    ),
     of_fp8(
         "model.crossattn_emb_size=1000 is not a multiple of 16",
         model={"family": "nemo", "position_embedding": "sincos", "crossattn_emb_size": 1000},
@@ -542,6 +562,8 @@ def test_a_configuration_that_breaks_a_rule_cannot_be_made():
 def test_what_is_legal_is_taken():
     make_run(parallel={"tensor_model_parallel_size": 3})
     make_run(data={"mock_latent_shapes": ((1, 64, 64),)})  # not of mock data
+    gathered_before = {"data_parallel": "distributed_optimizer", "overlap_param_gather": False}
+    make_run(train={"precision": "bf16"}, parallel={"cuda_graph_max_segments": 8, **gathered_before})
 
 
 def test_mock_samples_must_divide_into_patches():

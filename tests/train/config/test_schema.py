@@ -2,6 +2,7 @@
 
 import pytest
 
+from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import (
@@ -53,6 +54,10 @@ def make_run(
         (lambda: DataConfig(**{**DATA, "num_workers": -1}), r"data\.num_workers=-1"),
         (lambda: EmaConfig(sigma_rels=(0.3,)), r"ema\.sigma_rels=0\.3 must be greater than 0 and below 0\.2886"),
         (lambda: ParallelConfig(data_parallel="fsdp2"), "did you mean 'fsdp'"),
+        (lambda: ParallelConfig(cuda_graph_max_segments=0), "cuda_graph_max_segments=0 must be greater than 0"),
+        (lambda: TrainConfig(train_iters=1, fp8="e5m2"), "'e5m2' is unknown; .*choose one of none, e4m3, hybrid"),
+        (lambda: TrainConfig(train_iters=1, fp8_recipe="delayed"), "choose one of tensorwise, blockwise, mxfp8"),
+        (lambda: AdapterConfig(rank=0), r"train\.adapter\.rank=0 must be greater than 0"),
         (lambda: CheckpointConfig(save_interval=0), r"checkpoint\.save_interval=0"),
         (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0 must be greater"),
         (lambda: ValidationConfig(sampling=SamplingConfig(num_steps=0)), r"validation\.sampling\.num_steps=0 must be"),
