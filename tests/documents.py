@@ -55,7 +55,6 @@ SMALLER = (
         rf"\1 model.num_layers=1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 {FEW}",
         "two steps of a single block, and no videos between, on a core",
     ),
-    (r"^(megadit export sd .*)$", r"\1 --no_text_encoder", "CLIP's graph is in tests/export"),
     (r"--sizes 224x224", "--sizes 32x32", "pictures of the size that the shelf has"),
     (r"--num_steps 35", "--num_steps 4", "few steps"),
     (r"^(megadit tune-sampler .*)$", r"\1 --count 8 --function_evaluations 4", "few videos, of few candidates"),

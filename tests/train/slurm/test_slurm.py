@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import megadit.train.slurm
-from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import change
 from megadit.train.slurm.__main__ import main
@@ -196,10 +195,10 @@ def test_ranks_save_whoever_is_told_to_stop(ranks, tmp_path, monkeypatch, tells,
 
 
 @pytest.mark.slow
-def test_a_preempted_training_is_requeued_continues_and_is_found_by_what_follows(
+def test_a_preempted_training_is_requeued_continues_and_is_bundled(
     slurm, tiny_dataset, tiny_arguments, tmp_path, monkeypatch
 ):
-    """Four scripts as they are, on two nodes of one rank: data, training told to stop in the middle, copies."""
+    """Four scripts as they are, on two nodes of one rank: data, training told to stop in the middle, bundle, a copy."""
     run = tmp_path / "train"
     monkeypatch.setenv("FAKE_SLURM_PREEMPT", f"{run / 'metrics.jsonl'}:8")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -212,7 +211,7 @@ def test_a_preempted_training_is_requeued_continues_and_is_found_by_what_follows
             f"stages.prepare.command=cp -r {tiny_dataset} {dataset}",
             f"stages.train.torchrun={train} data.path={dataset} train.output_dir={run}",
             *("stages.train.nodes=2", "stages.train.ranks_per_node=1"),
-            f"stages.bundle.command=cp -r {run}/checkpoints {tmp_path}/bundle",
+            f"stages.bundle.command=megadit bundle {run} {tmp_path}/bundle --ema none",
             f"stages.export.command=cp -r {tmp_path}/bundle {tmp_path}/exported",
         ]
     )
@@ -223,7 +222,7 @@ def test_a_preempted_training_is_requeued_continues_and_is_found_by_what_follows
     assert "stopped by a signal" in logs and "continuing from" in logs
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
-    assert find_checkpoints(tmp_path / "exported")[-1].name == "iter_0000030"
+    assert (tmp_path / "exported" / "megadit.json").is_file()
     submitted = (slurm / "sbatch.log").read_text().splitlines()
     assert "--dependency=afterok:1002" in submitted[2]
     assert (slurm / "srun.log").read_text().count("--ntasks=2") == 2  # the training, and again after the requeue
