@@ -5,14 +5,20 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit and use of a control group's memory, and its caches in memory.stat: of version 2, of version 1."""
 THREADS = "OMP_NUM_THREADS"
 SHARED_OUT = "MEGADIT_THREADS"
 """Variable set together with `OMP_NUM_THREADS` if this package set it, not the user: the same number."""
@@ -69,21 +75,24 @@ def _allowed_cores() -> int:
 
 def _quotas() -> Iterator[float]:
     """The quota in cores of each control group around this process that has one."""
-    with suppress(OSError):
-        for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
-            _, controllers, place = line.split(":", 2)
-            if not controllers:
-                yield from _limits(CONTROL_GROUPS, place, _max)
-            elif "cpu" in controllers.split(","):
-                yield from _limits(CONTROL_GROUPS / controllers, place, _quota_and_period)
-
-
-def _limits(root: Path, place: str, read: Callable[[Path], Sequence[str]]) -> Iterator[float]:
-    for folder in _around(root, place):
-        with suppress(OSError, ValueError):  # no such group, or "max"
+    for folder, read in product(_own_groups("cpu"), (_max, _quota_and_period)):
+        with suppress(OSError, ValueError):  # no such group, of the other version, or "max"
             quota, period = map(int, read(folder))
             if quota > 0 and period > 0:
                 yield quota / period
+
+
+def _own_groups(controller: str) -> list[Path]:
+    """The control groups that limit this process, as folders: those of version 2, and of version 1 of `controller`."""
+    lines = ["0::/", f"1:{controller}:/"]  # where nothing tells: those of a container
+    with suppress(OSError):
+        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
+    found = []
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            found += _around(CONTROL_GROUPS / controllers, place)
+    return found
 
 
 def _around(root: Path, place: str) -> list[Path]:
@@ -120,7 +129,7 @@ def check_memory_fits(needed: float, free: float, what: str, remedy: str) -> Non
 def host_memory() -> int:
     """Bytes that processes can still allocate: of the machine's memory or of their control group's, whichever is
     less."""
-    return min(_available_memory(), *(_left_of_group(folder) for folder in _memory_groups()), sys.maxsize)
+    return min(_available_memory(), *(_left_of_group(folder) for folder in _own_groups("memory")), sys.maxsize)
 
 
 def _available_memory() -> int:
@@ -130,20 +139,11 @@ def _available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _memory_groups() -> list[Path]:
-    """The control groups (version 2) that limit this process, as folders."""
-    with suppress(OSError, StopIteration):
-        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
-        return _around(CONTROL_GROUPS, next(line[3:] for line in lines if line.startswith("0::/")))
-    return [CONTROL_GROUPS]
-
-
 def _left_of_group(folder: Path) -> int:
     """Bytes up to its limit, including reclaimable caches; infinite without a limit."""
-    try:
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, ValueError):  # no such group, or "max"
-        return sys.maxsize
-    return max(0, limit - used + int(stat.get("inactive_file", 0)))
+    for limit, used, cached in _MEMORY_FILES:
+        with suppress(OSError, ValueError):  # no such group, of the other version, or "max"
+            left = int((folder / limit).read_text(encoding="ascii")) - int((folder / used).read_text(encoding="ascii"))
+            lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            return max(0, left + int(dict(line.split() for line in lines).get(cached, 0)))
+    return sys.maxsize

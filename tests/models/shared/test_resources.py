@@ -70,6 +70,33 @@ def test_control_groups_limit_the_cores(tmp_path, case):
     assert [resources.threads_of_a_rank(ranks) for ranks in (1, 2, 64)] == [expected, max(1, expected // 2), 1]
 
 
+V2 = {"memory.current": "700", "memory.stat": "anon 100\ninactive_file 50"}
+V1 = {"memory.usage_in_bytes": "700", "memory.stat": "cache 60\ninactive_file 1\ntotal_inactive_file 50"}
+MEMORY = {
+    "version 2": ("0::/a/b\n", "a/b", {**V2, "memory.max": "1000"}, 350),
+    "version 2, around it": ("0::/a/b\n", "a", {**V2, "memory.max": "1000"}, 350),
+    "version 2, a container's": ("0::/\n", "", {**V2, "memory.max": "1000"}, 350),
+    "version 2, no limit": ("0::/a\n", "a", {**V2, "memory.max": "max"}, 5000),
+    "version 2, exceeded": ("0::/a\n", "a", {**V2, "memory.max": "600"}, 0),
+    "version 1": ("9:memory:/a\n0::/\n", "memory/a", {**V1, "memory.limit_in_bytes": "1000"}, 350),
+    "version 1, a container's": ("9:memory:/docker/a\n", "memory", {**V1, "memory.limit_in_bytes": "1000"}, 350),
+    "version 1, no limit": ("9:memory:/a\n", "memory/a", {**V1, "memory.limit_in_bytes": str(2**63 - 4096)}, 5000),
+    "nothing told, version 2": (None, "", {**V2, "memory.max": "1000"}, 350),
+    "nothing told, version 1": (None, "memory", {**V1, "memory.limit_in_bytes": "1000"}, 350),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_control_groups_limit_memory(monkeypatch, tmp_path, case):
+    """Caches are given back."""
+    own, group, files, expected = MEMORY[case]
+    write_groups(tmp_path, own or "", {f"{group}/{name}".lstrip("/"): text for name, text in files.items()})
+    if own is None:
+        (tmp_path / "own").unlink()
+    monkeypatch.setattr(resources, "_available_memory", lambda: 5000)
+    assert resources.host_memory() == expected
+
+
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("3,2", 3), (" 5 ", 5), ("", 8), ("0", 8), ("many", 8)])
 def test_the_users_threads_count(monkeypatch, said, threads):
     monkeypatch.setenv(resources.THREADS, said)

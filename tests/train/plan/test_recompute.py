@@ -69,23 +69,11 @@ def test_a_dry_run_says_what_would_be_chosen_on_a_gpu(capsys):
 
 
 def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch):
-    monkeypatch.setattr(resources, "_memory_groups", lambda: [])
+    monkeypatch.setattr(resources, "_own_groups", lambda controller: [])
     monkeypatch.setattr(resources, "_available_memory", lambda: 1000)
     assert machine.free_memory(torch.device("cpu")) == 1000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.free_memory(torch.device("cpu")) == 250
-
-
-def test_a_control_group_limits_memory(monkeypatch, tmp_path):
-    """A container may take less than its machine has; caches are given back."""
-    values = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 100\ninactive_file 50\n"}
-    for name, value in values.items():
-        (tmp_path / name).write_text(value)
-    monkeypatch.setattr(resources, "_memory_groups", lambda: [tmp_path, tmp_path / "none"])
-    assert machine.free_memory(torch.device("cpu")) == 350
-    (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(resources, "_available_memory", lambda: 5000)  # the machine's own changes while it is read
-    assert machine.free_memory(torch.device("cpu")) == 5000
 
 
 LAYOUTS = {
