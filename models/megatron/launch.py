@@ -34,7 +34,7 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     process is killed. Each rank uses an equal number of cores as threads, unless OMP_NUM_THREADS is set: more threads
     than cores would wait for each other.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -53,6 +53,7 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # otherwise each launch leaves a folder in TMPDIR
     )
     # without an ignored SIGHUP; torch 2.9 reads the variable, later versions get it from the configuration
     config.signals_to_handle = ",".join(number.name for number in ending_signals())

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -60,11 +61,14 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_rank_runs(module, tmp_path, monkeypatch):
-    """Each with its share of the cores."""
+    """Each with its share of the cores; nothing stays behind."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert launch(module, [str(tmp_path), "succeed"], num_processes=2) == 0
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    assert not list((tmp_path / "temporary").iterdir())
     share = max(1, available_cores() // 2)
     assert [int((tmp_path / f"threads{rank}").read_text()) for rank in range(2)] == [share, share]
 
