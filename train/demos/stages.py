@@ -1,10 +1,7 @@
 """Stages of a demo: each leaves its result in a folder and is skipped where that is there already."""
 
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from megadit.models.megatron.extensions import has_cuda_graphs
-from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.command import cleaning_up, run_module
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
@@ -159,7 +156,7 @@ def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:
     file = demo.out / "seconds.json"
     plan = TimePlan(demo, stages)
     print(*plan.beginning(), sep="\n", end="", flush=True)
-    with _unwinding_at_sigterm():
+    with cleaning_up():
         for number, stage in enumerate(stages, start=1):
             heading = f"[{number}/{len(stages)}] {stage.name}: {stage.purpose}"
             if all(path.exists() for path in stage.results(demo)):
@@ -198,16 +195,6 @@ class TimePlan:
         self._taken += seconds
         left = sum(self._left.values())
         return f"; about {duration(left * self._taken / self._expected)} left" if left and self._expected else ""
-
-
-@contextmanager
-def _unwinding_at_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM raises an exception, so that the training process is stopped too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def write_blend(path: Path, parts: Sequence[Path], validation: Path) -> None:

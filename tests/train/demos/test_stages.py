@@ -1,4 +1,6 @@
-"""What demos take of the machine: ranks, and settings of its GPUs."""
+"""What demos take of the machine: ranks, and settings of its GPUs; and how signals end them."""
+
+import signal
 
 import pytest
 import torch
@@ -22,3 +24,20 @@ def test_settings_of_gpus_go_with_the_recipes(recipe, monkeypatch):
     config = resolve_config(recipe, overrides=stages._settings_of_gpus())
     tokens, smallest = config.data.seq_length, 16  # of an image
     assert config.train.precision == "bf16" and config.parallel.cuda_graph_max_segments >= tokens // smallest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_unwinds_a_stage(number, tmp_path):
+    """Also one that works in the process of the demo."""
+    unwound = []
+
+    def work(demo):
+        try:
+            signal.raise_signal(number)
+        finally:
+            unwound.append(demo)
+
+    demo = stages.TrainingDemo(out=tmp_path / "out")
+    with pytest.raises(SystemExit) as ended:
+        stages.run_stages(demo, [stages.Stage("work", "work", work, lambda demo: [demo.bundle])])
+    assert ended.value.code == 128 + number and unwound == [demo] and signal.getsignal(number) == signal.SIG_DFL
