@@ -2,18 +2,40 @@
 
 import fcntl
 import os
+import signal
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
+from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.cli.command import ending_signals_to
+from megadit.models.shared.errors import Rule, UserError, enforce
 from megadit.models.shared.resources import raise_descriptor_limit
 
 SIOCGIFADDR = 0x8915
 """ioctl request for the address of an interface (netdevice(7))."""
+_REMEDY = "start the ranks with --nproc or torchrun, which set it, or unset RANK, WORLD_SIZE and their like"
+_OF_A_RANK: tuple[Rule[Mapping[str, str]], ...] = (
+    *(
+        Rule(needs=methodcaller("get", name), remedy=f"{name} of a rank is not set in the environment; {_REMEDY}")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ),
+    Rule(
+        needs=lambda those: int(those["RANK"]) < int(those["WORLD_SIZE"]),
+        remedy=lambda those: (
+            f"RANK={those['RANK']} is none of the ranks below WORLD_SIZE={those['WORLD_SIZE']}; {_REMEDY}"
+        ),
+    ),
+    Rule(
+        needs=lambda those: those["MASTER_PORT"].isdecimal() and int(those["MASTER_PORT"]) < 1 << 16,
+        remedy=lambda those: f"MASTER_PORT={those['MASTER_PORT']!r} in the environment is no port; {_REMEDY}",
+    ),
+)
+"""Rules of the variables by which a process knows its rank."""
 
 
 def name_gloos_interface() -> None:
@@ -46,15 +68,18 @@ def interface_towards(host: str) -> str | None:
 
 def join_ranks(backend: str, **settings: Any) -> None:
     """Initializes torch.distributed with all ranks; of hundreds, gloo connects each with every other one in each group.
+    Signals to end do so at once while it waits for them.
 
     Raises:
-        UserError: if the port is in use by another program, or ranks do not connect.
+        UserError: if the environment describes no rank, the port is in use by another program, or ranks do not connect.
     """
+    enforce(_OF_A_RANK, os.environ)
     name_gloos_interface()
     raise_descriptor_limit()
     try:
-        dist.init_process_group(backend, **settings)
-    except dist.DistNetworkError as error:
+        with ending_signals_to(signal.SIG_DFL):  # nothing is begun; a handler would run after half an hour
+            dist.init_process_group(backend, **settings)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         place = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
             raise UserError(

@@ -243,8 +243,8 @@ def ending_signals() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def ending_signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within the block, signals to end call `handler`."""
+def ending_signals_to(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterator[None]:
+    """Within the block, signals to end call `handler`, or do what is asked for."""
     before = {number: signal.signal(number, handler) for number in ending_signals()}
     try:
         yield

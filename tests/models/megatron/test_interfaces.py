@@ -3,9 +3,12 @@
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import torch.distributed as dist
 
 from megadit.models.megatron import interfaces
 from megadit.models.megatron.interfaces import interface_towards, join_ranks, name_gloos_interface
+from megadit.models.shared.addresses import free_ports
+from megadit.models.shared.cli.command import StopRequest
 from megadit.models.shared.errors import UserError
 
 PROGRAM = """
@@ -27,6 +32,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 print(os.environ.get("GLOO_SOCKET_IFNAME"), int(total), flush=True)
 """
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NAMES = ("megadit-node-0", "megadit-node-1")
 
 
@@ -94,7 +100,7 @@ def test_what_the_user_named_stays_and_one_node_needs_no_name(monkeypatch):
 
 def test_whoever_joins_ranks_names_the_interface(monkeypatch):
     """Training, preparing, sampling: gloo reads it when the process group is made."""
-    for name, value in {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "first"}.items():
+    for name, value in (RANK | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "first"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what is set below is taken back
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
@@ -122,9 +128,61 @@ def test_ranks_may_open_as_many_connections_as_the_machine_allows(monkeypatch):
     monkeypatch.setattr(
         dist, "init_process_group", lambda *_, **__: seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
     )
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard - 1), hard))
     try:
         join_ranks("gloo")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert seen == [(hard, hard)]
+
+
+NO_RANKS = {
+    "RANK alone": ({"WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": ""}, "WORLD_SIZE of a rank is not set"),
+    "no address": ({"MASTER_ADDR": ""}, "MASTER_ADDR of a rank is not set"),
+    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT of a rank is not set"),
+    "one too many": ({"RANK": "2"}, "RANK=2 is none of the ranks below WORLD_SIZE=2"),
+    "a word as port": ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is no port"),
+    "too large a port": ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment is no port"),
+}
+
+
+@pytest.mark.parametrize(("changed", "said"), NO_RANKS.values(), ids=NO_RANKS)
+def test_an_environment_that_describes_no_rank_is_told_at_once(changed, said, monkeypatch):
+    """Such as one that another program left."""
+    for name, value in (RANK | changed).items():
+        monkeypatch.setenv(name, value)
+        if not value:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(dist, "init_process_group", pytest.fail)
+    with pytest.raises(UserError, match=f"{said}.*unset RANK"):
+        join_ranks("gloo")
+
+
+def test_ranks_that_do_not_come_are_told_in_one_line(monkeypatch):
+    (port,) = free_ports(1)
+    for name, value in (RANK | {"RANK": "0", "MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"cannot meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: .*1/2 clients"):
+        join_ranks("gloo", timeout=timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_rank_that_waits_for_others(number, monkeypatch):
+    """Though the command handles it: no handler runs while torch waits for them."""
+    (port,) = free_ports(1)
+    for name, value in (RANK | {"RANK": "0", "MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    if not (rank := os.fork()):
+        try:
+            with StopRequest():
+                join_ranks("gloo", timeout=timedelta(seconds=20))
+        finally:
+            os._exit(0)
+    is_waiting = False
+    while not is_waiting:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            is_waiting = True
+    os.kill(rank, number)
+    assert os.waitpid(rank, 0)[1] == number
