@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megadit.models.shared import folder_lock
 from megadit.models.shared.folder_lock import FILE
+from megadit.train.monitoring.watchdog import EXIT_CODE
 
 STEPS = 7
 SETTINGS = (
@@ -105,6 +107,22 @@ def test_a_run_that_lost_its_folder_writes_nothing_more(
     assert first.returncode == folder_lock.LOST_CODE and "writes nothing more" in told
     changed = {path for path, _ in times(tmp_path).items() ^ before.items()}
     assert changed <= set((tmp_path / "watchdog").glob("*"))
+    assert same(read_metrics(tmp_path), expected)
+
+
+def test_a_reader_that_is_killed_is_told_and_the_run_goes_on_later(
+    command, start_until, run_ranks, tmp_path, read_metrics, same, expected
+):
+    (rank,) = start_until(1, 1, *command, "data.num_workers=1", f"train.output_dir={tmp_path}")
+    for task in Path(f"/proc/{rank.pid}/task").iterdir():
+        for reader in (task / "children").read_text().split():
+            os.kill(int(reader), signal.SIGKILL)
+    rank.send_signal(signal.SIGCONT)
+    told, _ = rank.communicate(timeout=240)
+    assert rank.returncode == EXIT_CODE, told[-3000:]
+    assert told.count("error: a process that reads data has ended") == 1
+    assert "Traceback" not in told
+    run_ranks(1, *command, f"train.output_dir={tmp_path}")
     assert same(read_metrics(tmp_path), expected)
 
 

@@ -7,8 +7,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -59,7 +60,8 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
                 expected = expected_seconds(config, groups.world_size) if groups.is_first else 0.0
                 if groups.is_first:
                     print(*beginning(config, groups.world_size, groups.device, expected), sep="\n", flush=True)
-                _Run(build_training(config, groups), watchdog.mark, fence, expected).to_the_end(stop)
+                with _ending_with_readers():
+                    _Run(build_training(config, groups), watchdog.mark, fence, expected).to_the_end(stop)
             except UserError:
                 if process_groups.claims_report("error"):
                     raise
@@ -105,6 +107,32 @@ def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
         flush=True,
     )
     os._exit(2)  # the process groups cannot be destroyed without the others
+
+
+@contextmanager
+def _ending_with_readers() -> Iterator[None]:
+    """Within the block, a reader that was killed, as by the kernel when memory runs out, ends this rank with a line."""
+    try:
+        yield
+    except (RuntimeError, EOFError, ConnectionResetError) as error:
+        if not _is_of_lost_reader(error):
+            raise
+        with suppress(RuntimeError):  # of torch's handler, if what it told came first as a broken pipe
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        print(
+            f"error: a process that reads data has ended ({str(error).strip() or type(error).__name__}), perhaps for "
+            "lack of memory; run the same command to continue, if need be with fewer data.num_workers",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_CODE)  # the process groups cannot be destroyed without the others
+
+
+def _is_of_lost_reader(error: Exception) -> bool:
+    if isinstance(error, RuntimeError):
+        return "DataLoader worker (pid" in str(error) and "Bus error" not in str(error)
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"] == "multiprocessing.connection"
 
 
 def _watchdog(config: RunConfig) -> Watchdog:
