@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,6 +26,7 @@ from megadit.models.shared.resources import memory_in_words, prepare_threads
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
+_OF_SHARED_MEMORY = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
 _HOMELESS = "Could not determine home directory."
 """Python's words, in any library, where HOME is unset and the user id has no name, as in containers."""
 WITH_PARENT = "MEGADIT_ENDS_WITH_PARENT"
@@ -126,8 +128,8 @@ def _system_message(error: OSError | RuntimeError) -> str:
     """Explain a system error; "" for other errors."""
     if _is_of_shared_memory(error):
         return (
-            f"{_SHARED_MEMORY} is full, which processes use to exchange data: give the container more "
-            "(--shm-size=1g), or let training read its data in its own process (data.num_workers=0)"
+            f"{_SHARED_MEMORY} is full or cannot be written, which processes use to exchange data: give the container "
+            "more (--shm-size=1g), or let training read its data in its own process (data.num_workers=0)"
         )
     if str(error) == _HOMELESS:
         return "this user has no home folder; set HOME to one that may be written to"
@@ -138,11 +140,14 @@ def _system_message(error: OSError | RuntimeError) -> str:
 
 
 def _is_of_shared_memory(error: OSError | RuntimeError) -> bool:
-    """Whether shared memory is full: Python's locks name no path, and torch raises the kernel's message as text."""
-    if isinstance(error, OSError):
-        is_unnamed = error.errno == errno.ENOSPC and not error.filename and _SHARED_MEMORY.is_dir()
-        return is_unnamed and shutil.disk_usage(_SHARED_MEMORY).free < _LITTLE
-    return any(words in str(error) for words in ("</torch_", "shared memory (shm)", "Bus error"))
+    """Whether shared memory is full or cannot be written: Python's locks name no path, its buffers one of their own,
+    and torch raises the kernel's message as text."""
+    if not isinstance(error, OSError):
+        return any(words in str(error) for words in ("</torch_", "shared memory (shm)", "Bus error"))
+    if error.filename:
+        return re.fullmatch(rf"{_SHARED_MEMORY}(/pym-.*)?", str(error.filename)) is not None
+    is_usable = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _LITTLE
+    return error.errno in _OF_SHARED_MEMORY and not is_usable
 
 
 def _left_at(error: OSError) -> str:

@@ -619,10 +619,11 @@ def test_a_path_that_cannot_be_is_one_line(tmp_path, capsys, path, remedy):
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.ENOSPC, "No space left on device", "/dev/shm/pym-1-abc"),
         RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"),
         RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that ..."),
     ],
-    ids=["a lock", "a tensor", "a reader"],
+    ids=["a lock", "a buffer", "a tensor", "a reader"],
 )
 def test_full_shared_memory_is_told_by_its_name(error, capsys, monkeypatch):
     def fail(argv):
@@ -632,6 +633,26 @@ def test_full_shared_memory_is_told_by_its_name(error, capsys, monkeypatch):
     assert run_command(fail, []) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in ("/dev/shm", "--shm-size", "data.num_workers=0")) and told.count("\n") == 1
+
+
+PROCESSES = """
+import multiprocessing, sys
+from megadit.models.shared.cli.command import run_command
+sys.exit(run_command(lambda argv: getattr(multiprocessing, argv[0])(*argv[1:], 0) and None, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("made", ["Semaphore", "Array d"])
+@pytest.mark.parametrize("mount", ["-o ro tmpfs /dev/shm", "-o size=4k tmpfs /dev/shm", "tmpfs /dev"])
+def test_shared_memory_that_cannot_be_used_is_told_by_its_name(mount, made):
+    """As in containers: read-only, without room, missing."""
+    words = shlex.join([sys.executable, "-c", PROCESSES, *made.split()])
+    fill = "head -c 4096 /dev/zero >/dev/shm/fill 2>&1" if "size" in mount else "true"
+    shell = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs {mount} && {{ {fill}; {words}; }}"]
+    if os.geteuid() or subprocess.run([*shell[:-1], "mount -t tmpfs tmpfs /mnt"], capture_output=True).returncode:
+        pytest.skip("mounts need root")
+    ended = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: /dev/shm is full or cannot be written"), ended
 
 
 KEY = "mdk_0a1b2c3d4e5f_" + "x" * 43
