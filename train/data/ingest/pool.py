@@ -83,9 +83,9 @@ def _watched(function: Callable[[Item], Result], item: Item, memory: Memory) -> 
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Delay a Ctrl-C to the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Delay a signal to the end of the block; processes that begin there never get it, unless they ask for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
@@ -127,7 +127,8 @@ class Pool:
         self.patience = patience
         self._while_waiting = while_waiting
         self._context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and CUDA's state
-        self._read = self._context.Value("d", 0.0)
+        with _held_back(signal.SIGHUP):  # also later in the process that removes semaphores, which begins here
+            self._read = self._context.Value("d", 0.0)
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
@@ -184,7 +185,7 @@ class Pool:
         if self._executor is None:
             self._executor = self._new_executor(self.num_workers)
         memory = Memory()
-        with _interrupts_held_back():  # processes that begin now can end without a traceback only later
+        with _held_back(signal.SIGINT):  # processes that begin now can end without a traceback only later
             try:
                 # the executor holds the memory until a process has answered: its descriptor names no other file
                 return _Call(item, self._executor.submit(function, item, memory), memory)
@@ -200,6 +201,6 @@ class Pool:
 
     def _close(self) -> None:
         if self._executor is not None:
-            with _interrupts_held_back():  # one in the callback of a weak reference would be lost, with a traceback
+            with _held_back(signal.SIGINT):  # one in the callback of a weak reference would be lost, with a traceback
                 self._executor.shutdown(wait=True, cancel_futures=True)
                 self._executor = None

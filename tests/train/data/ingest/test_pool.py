@@ -95,7 +95,11 @@ def test_a_map_within_another_may_lose_its_processes():
         assert [frames.max() for _, frames, _ in outer] == [2, 3]
 
 
-def test_a_signal_to_end_leaves_no_process_and_no_semaphore(tmp_path):
+@pytest.mark.parametrize(
+    ("kill", "number"), [("os.kill, os.getpid()", signal.SIGTERM), ("os.killpg, 0", signal.SIGHUP)], ids=["one", "all"]
+)
+def test_a_signal_to_end_leaves_no_process_and_no_semaphore(tmp_path, kill, number):
+    """A closed terminal tells all its processes, among them the one that removes semaphores."""
     program = tmp_path / "ended.py"
     program.write_text(
         "import os, signal\n"
@@ -103,10 +107,11 @@ def test_a_signal_to_end_leaves_no_process_and_no_semaphore(tmp_path):
         "from megadit.train.data.ingest.pool import Pool\n"
         "if __name__ == '__main__':\n"
         "    with Pool(2) as pool:\n"
-        "        list(pool.map(partial(os.kill, os.getpid()), [int(signal.SIGTERM)], print))\n"
+        f"        list(pool.map(partial({kill}), [{int(number)}], print))\n"
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
 
 
 @pytest.mark.parametrize("moment", ["starting", "working"])
