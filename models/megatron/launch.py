@@ -38,7 +38,8 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launcher = logging.getLogger("torch.distributed.elastic")  # loggers below it have levels of their own
+    launcher.propagate, launcher.handlers = False, [logging.NullHandler()]
     for library in ("GLOO", "NCCL"):  # ranks of one machine need no network
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     threads = rank_environment(num_processes)

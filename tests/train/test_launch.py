@@ -1,6 +1,5 @@
 """Several ranks from one command, and what comes back from them."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -94,13 +93,14 @@ def test_the_exit_code_of_a_failed_rank_comes_back_and_nothing_else_is_said(modu
 def test_sigterm_reaches_every_rank(module, tmp_path):
     call = f"launch({module!r}, [{str(tmp_path)!r}, 'wait'], num_processes=2)"
     program = f"from megadit.models.megatron.launch import launch; raise SystemExit({call})"
-    parent = subprocess.Popen([sys.executable, "-c", program], env=os.environ)
+    parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 240
     while not all((tmp_path / f"rank{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.1)
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(timeout=240) == 128 + signal.SIGTERM
+    _, said = parent.communicate(timeout=240)
+    assert (parent.returncode, said) == (128 + signal.SIGTERM, "")
     assert all((tmp_path / f"told{rank}").exists() for rank in range(2))
 
 
