@@ -75,6 +75,7 @@ def test_each_command_that_writes_a_folder_for_long_has_it_alone(tmp_path, capsy
         (reward.main, None, ["bundle", out, *scoring]),
         (slurm.main, None, [f"folder={out}", "cluster.gpus_per_node=0", "stages.a.command=ls", "--local"]),
         (prepare.main, tmp_path / ".out.lock", ["images", str(tmp_path / "pictures"), out, *tokenizer]),
+        (prepare.main, tmp_path / ".out.lock", ["digits", out]),
     ):
         with FolderLock(out, "works", path=path):
             assert main(words) == 2
