@@ -5,8 +5,12 @@ import ipaddress
 import re
 import socket
 import ssl
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from megadit.models.shared.errors import UserError
 
@@ -51,6 +55,31 @@ def is_address(host: str) -> bool:
         return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
+
+
+def guard(is_refused: Callable[[str], bool], error: Exception) -> Callable[[str, Mapping[str, Any]], Awaitable[None]]:
+    """Trace hook for one request of httpx: raises `error` for a connection to a refused address, before a byte is sent,
+    after redirects and name resolution. A connection to a proxy of the environment passes: it applies its own rules."""
+    place: tuple[str, int] | None = None
+
+    async def check(event: str, info: Mapping[str, Any]) -> None:
+        nonlocal place
+        if event == "connection.connect_tcp.started":
+            place = info["host"], info["port"]
+        elif event == "connection.connect_tcp.complete" and place not in _proxies():
+            stream = info["return_value"]
+            if is_refused(stream.get_extra_info("server_addr")[0]):
+                await stream.aclose()
+                raise error
+
+    return check
+
+
+def _proxies() -> set[tuple[str | None, int]]:
+    """(host, port) of the proxies that the environment names. It may also say where there is none: no_proxy."""
+    urls = (url for kind, url in getproxies().items() if kind in ("http", "https", "all"))
+    parts = [urlsplit(url if "://" in url else f"http://{url}") for url in urls]
+    return {(each.hostname, each.port or {"https": 443}.get(each.scheme, 80)) for each in parts}
 
 
 def shown(url: str) -> str:

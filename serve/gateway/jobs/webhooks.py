@@ -12,15 +12,12 @@ import json
 import random
 import threading
 import time
-import urllib.request
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import httpx
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.models.shared.addresses import is_address, is_link_local, is_public, tls_context
+from megadit.models.shared.addresses import guard, is_address, is_link_local, is_public, tls_context
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.store.database import in_a_line
@@ -136,16 +133,10 @@ async def _post(url: str, body: bytes, headers: dict[str, str], *, may_be_privat
     host = httpx.URL(url).host
     may_be_private |= is_address(host) or host == "localhost"
 
-    async def check(event: str, info: Mapping[str, Any]) -> None:
-        """Closes a connection to a forbidden address; httpx calls this after connecting."""
-        if event == "connection.connect_tcp.complete":
-            stream = info["return_value"]
-            address = stream.get_extra_info("server_addr")[0]
-            if is_link_local(address) or not (may_be_private or is_public(address)):
-                await stream.aclose()
-                raise _PrivateAddressError
+    def is_forbidden(address: str) -> bool:
+        return is_link_local(address) or not (may_be_private or is_public(address))
 
-    extensions = {} if urllib.request.getproxies() else {"trace": check}  # a proxy applies its own rules
+    extensions = {"trace": guard(is_forbidden, _PrivateAddressError())}
     async with httpx.AsyncClient(timeout=None, verify=tls_context()) as client:
         async with client.stream("POST", url, content=body, headers=headers, extensions=extensions) as answer:
             return str(answer.status_code)  # the body is not read

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import ssl
 import threading
@@ -181,6 +182,27 @@ def test_a_name_leads_to_the_internet_or_nowhere(gateway, receiver, ended, monke
     assert webhooks.send(key, job, may_be_private=False) == result
     assert bool(received) == (result == "204")
     assert webhooks.send(key, job, may_be_private=True) == "204"
+
+
+PROXIES = [
+    (f"{kind}_proxy", is_named) for kind in ("http", "https", "all", "ftp", "some") for is_named in (True, False)
+]
+
+
+@pytest.mark.parametrize(("kind", "is_excepted"), PROXIES)
+def test_a_proxy_is_trusted_with_what_it_is_asked_alone(gateway, receiver, ended, monkeypatch, kind, is_excepted):
+    """Not with what an environment that names one, or one for other addresses, or none at all, has called directly."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(kind, f"http://127.0.0.1:{receiver.server_port}")
+    monkeypatch.setenv("no_proxy", "hook.example" if is_excepted else "other.example")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", receiver.server_port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    next(receiver.responds), next(receiver.responds)
+    key, job, _ = ended(f"http://hook.example:{receiver.server_port}/hook")
+    goes_through = kind in ("http_proxy", "all_proxy") and not is_excepted
+    assert webhooks.send(key, job, may_be_private=False) == ("204" if goes_through else "private address")
+    assert len(receiver.received) == goes_through
 
 
 def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch):

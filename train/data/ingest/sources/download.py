@@ -3,15 +3,13 @@
 Bytes are streamed to the disk; a file gets its name only when it is complete.
 """
 
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from megadit.models.shared.addresses import is_public
+from megadit.models.shared.addresses import guard, is_public
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.files import atomic_path
 from megadit.train.data.ingest.sources.http_retries import FailedError, ask, chunks, exchange_all
@@ -44,10 +42,12 @@ def download_all(
         Reason for each failed file: "timed out", "http 404", "private address", ...
     """
     reasons: dict[Path, str] = {}
-    extensions = {} if downloads.private_addresses or urllib.request.getproxies() else {"trace": _stay_public}
 
     async def download(http: httpx.AsyncClient, item: tuple[Path, str]) -> None:
         path, url = item
+        private = FailedError("private address")
+        stay_public = {"trace": guard(lambda address: not is_public(address), private)}
+        extensions = {} if downloads.private_addresses else stay_public
         async with ask(http, "GET", url, extensions=extensions) as answer:
             with atomic_path(path) as temporary, open(temporary, "wb") as file:
                 async for chunk in chunks(answer, MAX_BYTES):
@@ -69,13 +69,3 @@ def download_all(
         max_redirects=MAX_REDIRECTS,
     )
     return dict(sorted(reasons.items()))
-
-
-async def _stay_public(event: str, info: Mapping[str, Any]) -> None:
-    """Trace hook of httpx that closes connections to private networks before a byte is sent, after redirects and name
-    resolution."""
-    if event == "connection.connect_tcp.complete":
-        stream = info["return_value"]
-        if not is_public(stream.get_extra_info("server_addr")[0]):
-            await stream.aclose()
-            raise FailedError("private address")

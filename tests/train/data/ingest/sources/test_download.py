@@ -208,6 +208,7 @@ def test_a_private_address_is_refused_before_it_is_asked_anything(server, tmp_pa
     """Also after a redirect from one that is public."""
     shy = Downloads()
     file = tmp_path / "file"
+    monkeypatch.setenv("no_proxy", "other.example")  # names no proxy that this could be left to
     assert download_all({file: server.url + "/picture"}, shy) == {file: "private address"}
     monkeypatch.setattr(download, "is_public", lambda address: address == "127.0.0.1")
     other_server = ThreadingHTTPServer(("127.0.0.2", 0), AnnotationCache)
