@@ -1,9 +1,10 @@
-"""Limits of a gateway's connections in number and time: idle connections are closed for active ones.
+"""Limits of a gateway's connections in number and time: idle and unread ones are closed for others.
 
 Every connection is a file descriptor. gRPC, which is used for Triton, aborts a process without free descriptors.
 """
 
 import asyncio
+import time
 from typing import Any
 
 import h11
@@ -14,6 +15,8 @@ from megadit.models.shared.resources import raise_descriptor_limit
 
 _SECONDS_TO_ASK = 10.0
 """Seconds from the start of a connection, or the end of a response, to the complete head of the next request."""
+_SECONDS_TO_READ = 10.0
+"""Seconds in which a client reads nothing of a response, after which its connection makes room for others."""
 _OF_OURS = 512
 """Descriptors of the store, the log, the metrics and connections that wait to be accepted."""
 _OF_A_SLOT = 8
@@ -46,35 +49,58 @@ class Door:
         self._most = most
         self._all: set[Connection] = set()
         self._strangers: dict[Connection, None] = {}
-        """Connections without a request so far, the oldest first."""
+        """Connections without a request so far, or one that has shown no key yet, the oldest first."""
         self._idle: dict[Connection, None] = {}
         """Connections that are idle after a response, the longest idle first."""
+        self._unread: dict[Connection, float] = {}
+        """Connections whose clients do not read a response -> since when, the longest first."""
 
     def enter(self, connection: "Connection") -> bool:
-        """Whether it may stay; at the limit, an idle connection is closed instead."""
+        """Whether it may stay; at the limit, one that does nothing is closed instead."""
         if len(self._all) >= self._most:
-            waiting = next(iter(self._strangers or self._idle), None)
-            if waiting is None:
+            other = self._dispensable()
+            if other is None:
                 return False
-            self.leave(waiting)
-            waiting.transport.close()
+            self.leave(other)
+            other.transport.abort()  # bytes that nobody reads would keep it, and its descriptor
         self._all.add(connection)
         self._strangers[connection] = None
         return True
 
     def begin(self, connection: "Connection") -> None:
         """Record that the connection has a request."""
-        self._strangers.pop(connection, None)
-        self._idle.pop(connection, None)
+        if connection in self._all:
+            self._forget(connection)
+            self._strangers[connection] = None
 
     def rest(self, connection: "Connection") -> None:
         """Record that the connection's request is finished."""
         if connection in self._all:
+            self._forget(connection)
             self._idle[connection] = None
+
+    def pause(self, connection: "Connection") -> None:
+        """Record that as much waits to be sent as may."""
+        self._unread[connection] = time.monotonic()
+
+    def resume(self, connection: "Connection") -> None:
+        """Record that the client has read it."""
+        self._unread.pop(connection, None)
 
     def leave(self, connection: "Connection") -> None:
         self._all.discard(connection)
-        self.begin(connection)
+        self._forget(connection)
+        self.resume(connection)
+
+    def _forget(self, connection: "Connection") -> None:
+        self._strangers.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def _dispensable(self) -> "Connection | None":
+        while (stranger := next(iter(self._strangers), None)) and stranger.has_key:
+            del self._strangers[stranger]
+        unread = (each for each, since in self._unread.items() if time.monotonic() - since >= _SECONDS_TO_READ)
+        return stranger or next(iter(self._idle), None) or next(unread, None)
 
 
 class _Sparing(h11.Connection):
@@ -111,6 +137,11 @@ class Connection(H11Protocol):
         self._end: asyncio.TimerHandle | None = None
         """Timer that closes it when it stays idle; None while a request is processed."""
 
+    @property
+    def has_key(self) -> bool:
+        """Whether its request has shown a valid key."""
+        return self.cycle is not None and "key_id" in self.cycle.scope["state"]
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self._door.enter(self):
@@ -125,6 +156,14 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._follow()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._door.pause(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._door.resume(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._end is not None:

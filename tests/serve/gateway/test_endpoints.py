@@ -82,6 +82,38 @@ def test_who_is_being_answered_is_not_sent_away(listen, gateway, new_key):
             assert "event: video.deleted" in list(lines)
 
 
+@pytest.mark.parametrize("seconds", [0, 10**6])
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/videos", "/v1/videos/{}/content"])
+def test_who_reads_nothing_makes_room(listen, gateway, new_key, visit, monkeypatch, eventually, path, seconds):
+    """Of many answers, of a large one, or of a video. A stranger does at once, who has a key after a while."""
+    monkeypatch.setattr(connections, "_SECONDS_TO_READ", seconds)
+    made, pause, unread = connections.Connection.connection_made, connections.Door.pause, []
+
+    def with_little_room(connection, transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        made(connection, transport)
+
+    monkeypatch.setattr(connections.Connection, "connection_made", with_little_room)
+    monkeypatch.setattr(connections.Door, "pause", lambda *each: (pause(*each), unread.append(each[1])))
+    port, (text, _) = listen(8), new_key()
+    video_id = visit(text).post("/v1/videos", json=VIDEO).json()["id"]
+    result = gateway.results.put(video_id, bytes(30_000_000), "video/mp4")
+    assert gateway.store.complete(gateway.store.claim(MODELS), result, seconds_to_live=1000)
+    key = f"Authorization: Bearer {text}\r\n" if "videos" in path else ""
+    request = f"GET {path.format(video_id)} HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for number in range(8):
+            deaf = stack.enter_context(socket.socket())
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            deaf.connect(("127.0.0.1", port))
+            deaf.sendall(request * 500)
+            eventually(lambda number=number: len(unread) > number)
+        with pytest.raises(OSError) if key and seconds else contextlib.nullcontext():
+            assert [ask(port) for _ in range(3)] == [200] * 3
+            sockets = [each.transport.get_extra_info("socket") for each in unread]
+            eventually(lambda: any(each.fileno() < 0 for each in sockets))
+
+
 def test_a_head_that_drips_and_a_kept_connection_have_their_time(listen, monkeypatch):
     monkeypatch.setattr(connections, "_SECONDS_TO_ASK", 10**6)
     port = listen(100)
