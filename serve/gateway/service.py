@@ -84,7 +84,7 @@ class GatewaySettings:
     max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")
     max_uploads: int = setting(4, "requests with files of a key at once (default: {default})", low=1, metavar="N")
     max_streams: int = setting(
-        32, "progress streams and waiting requests of a key at once (default: {default})", low=1, metavar="N"
+        32, "progress streams, waiting requests and downloads of a key at once (default: {default})", low=1, metavar="N"
     )
     min_free_bytes: int = setting(1 << 28, "bytes to leave free on disks (default: 256 MiB)", metavar="N")
     """Disks of the store and the results; with less free space, no job is accepted."""
@@ -139,6 +139,8 @@ class Gateway:
         """Turns to decode files, once they are known to be a request's."""
         self.looking = Turns(1, waiting=_MOST_BODIES)
         """Turns to look at adapters."""
+        self.picturing = Turns(1)
+        """Turns to make pictures of videos, each of which takes a core."""
         self.undecided: deque[tuple[str, str]] = deque()
         """Id of a job and name of its files, where the store failed when it was created."""
         self._readers: dict[MediaLimits, MediaReader] = {}

@@ -1,11 +1,11 @@
 """The FastAPI application of a gateway: `create_app`. Only health routes work without a key."""
 
-import base64
-import binascii
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from html import escape
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megadit.serve.gateway import errors
 from megadit.serve.gateway.http.adapter_routes import adapter_routes
-from megadit.serve.gateway.http.middleware import Surroundings
+from megadit.serve.gateway.http.middleware import Surroundings, key_text
 from megadit.serve.gateway.http.routes import video_routes
 from megadit.serve.gateway.http.schemas import BODIES, Health
 from megadit.serve.gateway.service import Gateway
@@ -28,6 +28,8 @@ _CORS = {
     "expose_headers": ["content-disposition", "content-range", "etag", "retry-after", "x-request-id", "x-video-id"],
 }
 """Pages send their key as a header, never as a cookie."""
+_STRANGERS_AT_ONCE = 2
+"""Most keys that are looked up at once, of those that were never valid: anybody can make up any number."""
 _bearer = HTTPBearer(auto_error=False, description="A key made by `megadit serve keys add`")
 
 
@@ -43,11 +45,17 @@ def create_app(gateway: Gateway) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,  # a generated client's `create_video`
     )
     errors.install(app)
-    authenticate = _authentication(gateway)
+    admit = _admission(gateway)
+
+    async def authenticate(
+        request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    ) -> Key:
+        return await admit(request, credentials.credentials if credentials else "")
+
     app.include_router(video_routes(gateway, authenticate))
     app.include_router(adapter_routes(gateway, authenticate))
     _add_health(app, gateway)
-    _add_documentation(app, gateway)
+    _add_documentation(app, admit)
 
     @app.get("/", include_in_schema=False)
     async def front() -> HTMLResponse:
@@ -61,12 +69,22 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-def _authentication(gateway: Gateway) -> Callable[..., Key]:
-    def authenticate(
-        request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-    ) -> Key:
+_Admit = Callable[[Request, str], Awaitable[Key]]
+
+
+def _admission(gateway: Gateway) -> _Admit:
+    known: set[bytes] = set()
+    strangers = CapacityLimiter(_STRANGERS_AT_ONCE)
+
+    async def admit(request: Request, text: str) -> Key:
         """The key of a request, if its rate limit allows the request."""
-        key = gateway.keys.check(credentials.credentials if credentials else "")
+        digest = hashlib.sha256(text.encode(errors="replace")).digest()
+        key = await to_thread.run_sync(check, request, text, limiter=None if digest in known else strangers)
+        known.add(digest)
+        return key
+
+    def check(request: Request, text: str) -> Key:
+        key = gateway.keys.check(text)
         if key is None:
             raise errors.ApiError(401, "invalid_api_key", "give a valid key: `Authorization: Bearer KEY`")
         request.state.key_id = key.id
@@ -77,7 +95,7 @@ def _authentication(gateway: Gateway) -> Callable[..., Key]:
             raise errors.ApiError(429, "rate_limit_exceeded", message, retry_after=seconds)
         return key
 
-    return authenticate
+    return admit
 
 
 def _add_health(app: FastAPI, gateway: Gateway) -> None:
@@ -113,7 +131,7 @@ _FRONT = """<!doctype html><html lang=en><meta charset="utf-8"><title>megadit</t
 <code>megadit serve demo --url ADDRESS --key_file FILE</code>."""
 
 
-def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
+def _add_documentation(app: FastAPI, admit: _Admit) -> None:
     """The OpenAPI page, also for browsers by basic authentication: the password is the key."""
     described = app.openapi
 
@@ -124,25 +142,25 @@ def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
 
     app.openapi = with_bodies
 
-    def is_unchanged(request: Request) -> bool:
-        scheme, _, value = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "basic":
-            try:
-                value = base64.b64decode(value, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
-                value = ""
-        return gateway.keys.check(value) is not None
-
-    def refusal() -> Response:
-        return Response("a key is needed, as the password", 401, {"WWW-Authenticate": 'Basic realm="megadit"'})
+    async def refusal(request: Request) -> Response | None:
+        try:
+            await admit(request, key_text(request.headers.get("authorization", "")))
+        except errors.ApiError as error:
+            if error.status != 401:
+                raise
+            return Response("a key is needed, as the password", 401, {"WWW-Authenticate": 'Basic realm="megadit"'})
+        return None
 
     @app.get("/openapi.json", include_in_schema=False)
-    def description(request: Request) -> Response:
-        return JSONResponse(app.openapi()) if is_unchanged(request) else refusal()
+    async def description(request: Request) -> Response:
+        return await refusal(request) or await to_thread.run_sync(lambda: JSONResponse(app.openapi()))
 
     @app.get("/docs", include_in_schema=False)
-    def page(request: Request) -> Response:
-        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS) if is_unchanged(request) else refusal()
+    async def page(request: Request) -> Response:
+        def of_all() -> Response:
+            return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
+
+        return await refusal(request) or await to_thread.run_sync(of_all)
 
 
 # Documentation of the API as one page, without scripts or external resources, so that it works offline.

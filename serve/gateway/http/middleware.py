@@ -1,6 +1,8 @@
 """Middleware for every request: an id, a log line, metrics, and limits of the body's size and time."""
 
 import asyncio
+import base64
+import binascii
 import logging
 import re
 import secrets
@@ -14,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megadit.serve.gateway.errors import ApiError, answer
 from megadit.serve.gateway.logs import REQUEST_ID, log
+from megadit.serve.gateway.media import check_once
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.store.patience import patient
 from megadit.serve.gateway.turns import Turns
@@ -30,7 +33,10 @@ _SECONDS_OF_A_BODY = 30.0
 _SLOWEST_UPLOAD = 1 << 18
 """Lowest speed of a large body, in bytes a second."""
 _LOOKS_AT_ONCE = 2
-"""Most requests without a body of one caller at once, so that a thousand of them do not delay other callers."""
+"""Most requests without a body of one key at once, so that a thousand of them do not delay others."""
+_LOOKS = ("GET", "HEAD", "DELETE")
+_ONCE = (b"authorization", b"content-encoding", b"content-type", b"idempotency-key", b"x-request-id")
+"""Headers of which a proxy could read another one than the gateway does."""
 _CONTENT = "/content"
 """Path suffix of pictures, which are made one at a time; they do not count against a caller's other requests."""
 
@@ -68,7 +74,7 @@ class Surroundings:
         token, span = REQUEST_ID.set(request_id), self._span(scope["method"], headers, request_id)
         place = HERE.set(span.traceparent)
         state = scope.setdefault("state", {})
-        caller = headers.get(b"authorization", b"").decode("latin-1")
+        caller = key_text(headers.get(b"authorization", b"").decode("latin-1"))
         turn = AsyncExitStack()
         """Span until the response begins."""
 
@@ -84,14 +90,15 @@ class Surroundings:
             await send(message)
 
         try:
-            if caller and method in ("GET", "HEAD") and not scope["path"].endswith(_CONTENT):
+            check_once(name.decode() for name, _ in scope["headers"] if name in _ONCE)
+            if caller and method in _LOOKS and not scope["path"].endswith(_CONTENT):
                 await turn.enter_async_context(self._looks.of(caller))
             with patient():
                 await self._app(scope, self._limited(receive, state), sending)
         except (ClientDisconnect, _HeadIsAllError):  # during its request, or after the head of the response
             status = status or _CLIENT_LEFT
         except Exception as error:
-            if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
+            if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError, ApiError)):
                 log("request failed", error=error)
             if not status:
                 with suppress(_HeadIsAllError):
@@ -136,6 +143,8 @@ class Surroundings:
         return receiving
 
     def _as_api_error(self, error: Exception) -> ApiError:
+        if isinstance(error, ApiError):
+            return error
         if isinstance(error, _BodyTooLargeError):
             return ApiError(413, "too_large", str(error))
         if isinstance(error, _BodyTooSlowError):
@@ -155,6 +164,17 @@ class Surroundings:
             return  # polled every few seconds; only failures are logged
         level = logging.ERROR if status >= 500 or not status else logging.INFO
         log("request", level=level, method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
+
+
+def key_text(authorization: str) -> str:
+    """The key in an Authorization header: that of a program, or the password that a person gave to a browser."""
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() != "basic":
+        return value.strip()
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

@@ -2,14 +2,13 @@
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qsl
 
-from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
@@ -75,7 +74,13 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     router = APIRouter(prefix="/v1", tags=["videos"], responses=ERRORS)
     Authenticated = Annotated[Key, Depends(authenticate)]
     streams = Streams(gateway)
-    one_at_a_time = CapacityLimiter(1)  # pictures, each of which takes a core; waiting requests hold no threads
+
+    async def counted(key: Authenticated) -> AsyncIterator[None]:
+        """Counts a request as one of its key's streams until its response has been read."""
+        with streams.of(key):
+            yield
+
+    is_read = {"dependencies": [Depends(counted)]}
 
     @router.post("/videos", response_model=Video, openapi_extra=_CREATE)
     async def create_video(request: Request, key: Authenticated, idempotency_key: _IdempotencyKey = None) -> Video:
@@ -85,8 +90,8 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         """
         return await _accepted(gateway, key, request, idempotency_key)
 
-    @router.post("/videos/generations", operation_id="generate_video", **_MAKE)
-    @router.post("/videos/sync", **_MAKE)
+    @router.post("/videos/generations", operation_id="generate_video", **is_read, **_MAKE)
+    @router.post("/videos/sync", **is_read, **_MAKE)
     async def make_video(request: Request, key: Authenticated, idempotency_key: _IdempotencyKey = None) -> Response:
         """Creates a video, waits, and responds with the video itself; `x-video-id` is its id.
 
@@ -137,7 +142,12 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         """Progress of a video."""
         return Video.of(_find(gateway, key, video_id))
 
-    @router.get("/videos/{video_id}/events", response_class=StreamingResponse, responses=_content("text/event-stream"))
+    @router.get(
+        "/videos/{video_id}/events",
+        response_class=StreamingResponse,
+        responses=_content("text/event-stream"),
+        **is_read,
+    )
     async def follow_video(key: Authenticated, video_id: str) -> StreamingResponse:
         """Progress of a video until it has ended, and previews if requested.
 
@@ -146,10 +156,13 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         """
         await streams.look(_find, gateway, key, video_id)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return streams.open(key, video_id, headers)
+        return StreamingResponse(streams.events(key, video_id), headers=headers, media_type="text/event-stream")
 
     @router.get(
-        "/videos/{video_id}/content", response_class=Response, responses=_content(*_CONTENTS, statuses=(200, 206))
+        "/videos/{video_id}/content",
+        response_class=Response,
+        responses=_content(*_CONTENTS, statuses=(200, 206)),
+        **is_read,
     )
     async def get_content(
         key: Authenticated,
@@ -165,7 +178,8 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         if variant == "video":
             return await run_in_threadpool(content_of, gateway.results, job, asked)
         make = partial(picture_content_of, gateway.results, job, variant, asked, mark=gateway.mark)
-        return await to_thread.run_sync(make, limiter=one_at_a_time)
+        async with gateway.picturing.of(key.id):
+            return await run_in_threadpool(make)
 
     @router.delete("/videos/{video_id}", response_model=VideoDeleted)
     def delete_video(key: Authenticated, video_id: str) -> VideoDeleted:

@@ -5,16 +5,15 @@ import base64
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
-from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.http.schemas import Video, VideoPreview
@@ -30,22 +29,8 @@ _LOOKS_AT_ONCE = 2
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
 
 
-class _Stream(StreamingResponse):
-    """A streaming response that always calls `on_end`."""
-
-    def __init__(self, *arguments: Any, on_end: Callable[[], None], **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
 class Streams:
-    """Streams and waiting requests, limited for each key."""
+    """Streams, downloads and waiting requests, limited for each key."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -58,45 +43,35 @@ class Streams:
         streams."""
         return await to_thread.run_sync(function, *arguments, limiter=self._looks)
 
-    def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
-        """Open a stream, which counts until its response has ended. Raises ApiError if this key has too many
-        streams."""
-        self._begin(key)
-        return _Stream(
-            self._events(key, video_id), on_end=lambda: self._end(key), headers=headers, media_type="text/event-stream"
-        )
-
-    async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:
-        """Wait for a job's end; None if it was deleted. The request counts as a stream. Raises ApiError if this key has
-        too many streams, or the gateway ends before the video is started; ClientDisconnect if the client
-        disconnects."""
-        self._begin(key)
-        try:
-            while True:
-                with patient():  # each look by itself
-                    job = await self.look(self._gateway.store.get, key.id, video_id)
-                if job is None or job.has_ended:
-                    return job
-                if self._gateway.runner.is_draining and job.status == QUEUED:
-                    raise unavailable("draining", f"this gateway is about to end; ask for {video_id} again")
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-        finally:
-            self._end(key)
-
-    def _begin(self, key: Key) -> None:
+    @contextmanager
+    def of(self, key: Key) -> Iterator[None]:
+        """Context of a request of this key until its response has been read. Raises ApiError if it has too many."""
         with self._lock:
             if self._open[key.id] >= self._gateway.settings.max_streams:
-                message = f"this key may read {self._gateway.settings.max_streams} streams at once"
+                message = f"this key may read {self._gateway.settings.max_streams} streams and videos at once"
                 raise ApiError(429, "too_many_streams", message, retry_after=5)
             self._count(key, 1)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count(key, -1)
 
-    def _end(self, key: Key) -> None:
-        with self._lock:
-            self._count(key, -1)
+    async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:
+        """Wait for a job's end; None if it was deleted. Raises ApiError if the gateway ends before the video is
+        started; ClientDisconnect if the client disconnects."""
+        while True:
+            with patient():  # each look by itself
+                job = await self.look(self._gateway.store.get, key.id, video_id)
+            if job is None or job.has_ended:
+                return job
+            if self._gateway.runner.is_draining and job.status == QUEUED:
+                raise unavailable("draining", f"this gateway is about to end; ask for {video_id} again")
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
 
-    async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
+    async def events(self, key: Key, video_id: str) -> AsyncIterator[str]:
         last, shown, reported_at = None, 0, time.monotonic()
         while not self._gateway.runner.is_draining:
             try:

@@ -126,6 +126,9 @@ def test_the_documentation_opens_in_a_browser_with_the_key_as_password(visit, ne
     assert client.get("/docs").headers["www-authenticate"].startswith("Basic")
     for path in ("/docs", "/openapi.json"):
         assert client.get(path, headers={"authorization": f"Basic {login}"}).status_code == 200
+    poor = base64.b64encode(f"anybody:{new_key(requests_per_minute=1)[0]}".encode()).decode()
+    asked = [client.get("/docs", headers={"authorization": f"Basic {poor}"}).status_code for _ in range(3)]
+    assert asked[0] == 200 and asked[-1] == 429, "it counts as every request does"
     refused = client.get("/v1/videos", headers={"authorization": f"Basic {login}"})
     assert refused.status_code == 401, "a browser that kept the password makes no videos for other pages"
 

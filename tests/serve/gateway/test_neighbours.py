@@ -2,11 +2,14 @@
 
 import base64
 import contextlib
+import itertools
 import json
+import random
 import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -16,7 +19,7 @@ import pytest
 from anyio import to_thread
 from starlette.concurrency import run_in_threadpool
 
-from megadit.serve.gateway.http.middleware import Surroundings
+from megadit.serve.gateway.http.middleware import Surroundings, key_text
 from megadit.serve.gateway.http.streams import Streams
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.turns import Turns
@@ -167,13 +170,23 @@ def test_files_that_take_long_to_read_hold_nobody_else_up(listen, gateway, new_k
         assert sorted(each.result().status_code for each in floods) == [200] * 64 + [429] * 6
 
 
-@pytest.mark.parametrize(("path", "most"), [("/v1/videos", 2), ("/v1/videos/video_1/content", 30)])
-def test_a_caller_s_requests_are_looked_into_two_at_a_time(path, most):
-    """Until their answers begin: streams are open beside one another, and a picture that is made holds nothing up."""
+def spellings(key: str) -> Iterator[bytes]:
+    """Ways to write a key into a header: all are one key's."""
+    for number in itertools.count():
+        yield f"{random.choice(('bearer', 'Bearer', 'BEARER'))}{' ' * random.randint(1, 9)}{key}".encode()
+        yield b"Basic " + base64.b64encode(f"{number}:{key}".encode())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "most"), [("GET", "/v1/videos", 2), ("DELETE", "/v1/x", 2), ("GET", "/v1/videos/1/content", 30)]
+)
+def test_a_caller_s_requests_are_looked_into_two_at_a_time(method, path, most):
+    """However its key is written, and until their answers begin: streams are open beside one another, and a picture
+    that is made holds nothing up."""
     looking, seen, streaming = Counter(), Counter(), Counter()
 
     async def app(scope, receive, send):
-        caller = dict(scope["headers"])[b"authorization"]
+        caller = key_text(dict(scope["headers"])[b"authorization"].decode())
         looking[caller] += 1
         seen[caller] = max(seen[caller], looking[caller])
         while seen[caller] < most:
@@ -186,19 +199,60 @@ def test_a_caller_s_requests_are_looked_into_two_at_a_time(path, most):
             await anyio.sleep(0.001)
         await send({"type": "http.response.body"})
 
-    async def ask(surroundings, caller):
-        headers = [(b"authorization", caller)]
-        scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
+    async def ask(surroundings, header):
+        scope = {"type": "http", "method": method, "path": path, "headers": [(b"authorization", header)]}
         await surroundings(scope, anyio.sleep_forever, mock.AsyncMock())
 
     async def main():
         surroundings = Surroundings(app, metrics=Metrics(), tracing=Tracing(), max_body_bytes=1)
         async with anyio.create_task_group() as group:
-            for number in range(60):
-                group.start_soon(ask, surroundings, b"one" if number % 2 else b"two")
+            for header in (header for key in ("one", "two") for header in itertools.islice(spellings(key), 30)):
+                group.start_soon(ask, surroundings, header)
 
     anyio.run(main)
-    assert seen == {b"one": most, b"two": most} and streaming == {b"one": 30, b"two": 30}
+    assert seen == {"one": most, "two": most} and streaming == {"one": 30, "two": 30}
+
+
+def test_keys_that_are_made_up_wait_for_each_other_alone(url, gateway, new_key, monkeypatch, eventually):
+    """Who has shown a valid key before does not wait behind them."""
+    check, going_on, looking = gateway.keys.check, threading.Event(), []
+
+    def slow(text):
+        if text.startswith("nobody"):
+            looking.append(text)
+            assert going_on.wait(60)
+        return check(text)
+
+    paths = ("/v1/videos", "/v1/videos/video_1/content", "/v1/models", "/docs", "/v1/adapters")
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=url, timeout=60, limits=limits) as client, ThreadPoolExecutor(50) as threads:
+
+        def ask(number, key=None):
+            headers = {"authorization": f"Bearer {key or f'nobody{number}'}"}
+            return client.get(paths[number % len(paths)], headers=headers).status_code
+
+        own = new_key()[0]
+        assert ask(0, own) == 200
+        monkeypatch.setattr(gateway.keys, "check", slow)
+        others = threads.map(ask, range(50))
+        eventually(lambda: len(looking) == 2)
+        assert [ask(number, own) for number in (0, 2, 3, 0)] == [200] * 4 and len(looking) == 2
+        going_on.set()
+        assert set(others) == {401}
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Content-Type", "Idempotency-Key", "content-encoding"])
+def test_a_header_that_others_may_read_otherwise_is_given_once(visit, new_key, name):
+    """Which of two keys a proxy has counted, or which of two requests is repeated, is not the gateway's to choose."""
+    text, (other, _) = new_key()[0], new_key()
+    values = {"Authorization": f"Bearer {other}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {text}", "Content-Type": LINE}
+    twice = [*headers.items(), (name, values.get(name, "a")), *([(name, "b")] if name not in headers else [])]
+    answer = visit(anonymous=True).post("/v1/videos", content=b"prompt=a", headers=twice)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        f"{name.lower()!r} is given twice; give it once",
+    )
 
 
 def test_a_key_rests_after_work_that_holds_the_interpreter():

@@ -1,11 +1,13 @@
 """How long a job may take, a server be silent, and a key read: as the gateway's settings say, and no other number."""
 
-import asyncio
 import re
+import socket
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from prometheus_client import generate_latest
 
@@ -15,8 +17,6 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import DeadlineExceededError, UnavailableError, VideoResult
 from megadit.serve.gateway.command import GatewayOptions
-from megadit.serve.gateway.errors import ApiError
-from megadit.serve.gateway.http.streams import Streams
 from megadit.serve.gateway.jobs import runner
 from megadit.serve.gateway.jobs.runner import RunnerSettings, _Run
 from megadit.serve.gateway.jobs.servers import Server
@@ -121,22 +121,39 @@ def raise_(error):
     raise error
 
 
-def test_a_key_reads_so_many_streams(gateway, new_key):
-    """Counted from the moment that one is opened, however many are opened before the first is read."""
-    (_, key), (_, other) = new_key(), new_key()
+@pytest.mark.parametrize(("kind", "videos"), [("GET events", 1), ("GET content", 0), ("POST sync", 3)])
+def test_a_key_reads_so_many_streams(url, gateway, new_key, eventually, kind, videos):
+    """Streams, videos and waiting requests, until they have been read; one that is refused makes no video."""
+    (text, key), (other, _) = new_key(), new_key()
     gateway.settings = replace(gateway.settings, max_streams=2)
-    streams = Streams(gateway)
-    first, _ = (streams.open(key, "video", {}) for _ in range(2))
-    with pytest.raises(ApiError, match="2 streams at once"):
-        streams.open(key, "video", {})
-    streams.open(other, "video", {})
+    address, is_open = (urlsplit(url).hostname, urlsplit(url).port), gateway.metrics.streams._value.get
+    finished = httpx.post(f"{url}/v1/videos", json={"prompt": "a"}, headers={"authorization": f"Bearer {text}"}).json()
+    if kind == "GET content":
+        result = gateway.results.put(finished["id"], bytes(30_000_000), "video/mp4")
+        gateway.store.complete(gateway.store.claim(frozenset({MODEL})), result, seconds_to_live=1000)
+    method, last = kind.split()
+    path = "/v1/videos/sync" if last == "sync" else f"/v1/videos/{finished['id']}/{last}"
 
-    async def gone(*_):
-        raise OSError("the client is gone")
+    def num_queued() -> int:
+        return gateway.store.counts().get((key.id, "queued"), 0)
 
-    with pytest.raises(Exception, match=""):
-        asyncio.run(first({"type": "http"}, gone, gone))
-    streams.open(key, "video", {})
+    def ask(text: str) -> socket.socket:
+        connection = socket.create_connection(address)
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {text}\r\nContent-Length: 14\r\n"
+        connection.sendall(f'{head}Content-Type: application/json\r\n\r\n{{"prompt":"a"}}'.encode())
+        return connection
+
+    with ask(text) as first, ask(text):
+        eventually(lambda: is_open() == 2 and num_queued() == videos)
+        with ask(text) as third, ask(other) as stranger:
+            assert b" 429 " in third.recv(1 << 16), "its key has two"
+            if kind != "POST sync":
+                assert b" 404 " in stranger.recv(1 << 16), "another's"
+        assert num_queued() == videos
+        eventually(lambda: is_open() == 2)
+        first.close()
+        eventually(lambda: is_open() == 1)
+    eventually(lambda: is_open() == 0)
 
 
 @pytest.mark.parametrize("options", [GatewayOptions, RunOptions, UpOptions])

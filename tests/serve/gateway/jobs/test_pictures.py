@@ -3,6 +3,7 @@
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -113,9 +114,10 @@ def test_pictures_are_signed_as_videos_are(finished, gateway, tmp_path):
 
 
 def test_one_picture_is_made_at_a_time_and_all_else_goes_on(finished, gateway, url, monkeypatch, eventually):
-    """However many are asked for, who asks for something else has threads that answer."""
-    client, path = finished(encode_mp4(levels(9), 8))
-    began, may_end, most = [], threading.Event(), []
+    """However many are asked for, who asks for something else has threads that answer; another's picture is next."""
+    gateway.settings = replace(gateway.settings, max_streams=100)
+    (client, path), (neighbour, its_path) = finished(encode_mp4(levels(9), 8)), finished(encode_mp4(levels(7), 8))
+    began, may_end, most, ended = [], threading.Event(), [], []
     picture_of = content.picture_of
 
     def slow(*arguments) -> bytes:
@@ -123,14 +125,23 @@ def test_one_picture_is_made_at_a_time_and_all_else_goes_on(finished, gateway, u
         most.append(len(began))
         may_end.wait(60)
         began.pop()
+        ended.append(arguments[0])
         return picture_of(*arguments)
 
     monkeypatch.setattr(content, "picture_of", slow)
-    headers = dict(client.headers)
-    with httpx.Client(base_url=url, headers=headers, timeout=120) as outside, ThreadPoolExecutor(60) as threads:
+    settings = {"headers": dict(client.headers), "timeout": 120, "limits": httpx.Limits(max_connections=None)}
+    with (
+        httpx.Client(base_url=url, **settings) as outside,
+        ThreadPoolExecutor(61) as threads,
+    ):
         ask = threads.map(lambda _: outside.get(path, params={"variant": "thumbnail"}).status_code, range(60))
         eventually(lambda: began)
+        eventually(lambda: gateway.metrics.streams._value.get() == 60)
         assert outside.get(path).status_code == 200 and outside.get("/v1/videos").status_code == 200
+        asks = {"params": {"variant": "thumbnail"}, "headers": dict(neighbour.headers)}
+        other = threads.submit(lambda: outside.get(its_path, **asks).status_code)
+        eventually(lambda: gateway.metrics.streams._value.get() == 61)
         may_end.set()
-        assert set(ask) == {200}
+        assert other.result() == 200 and set(ask) == {200}
+    assert encode_mp4(levels(7), 8) in ended[:3]
     assert max(most) == 1

@@ -211,7 +211,7 @@ async def read(events) -> list[str]:
 def test_a_stream_ends_in_one_line_with_its_store(gateway, key, monkeypatch, caplog):
     job = gateway.store.create(key, NEW)[0]
     monkeypatch.setattr(gateway.store, "get", raising(GONE))
-    assert anyio.run(read, Streams(gateway)._events(key, job.id)) == []
+    assert anyio.run(read, Streams(gateway).events(key, job.id)) == []
     assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [("store failed", None)]
 
 
