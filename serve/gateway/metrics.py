@@ -1,8 +1,10 @@
 """Metrics for Prometheus: the queue, the time of each stage, and the outcome of every video."""
 
 import platform
+import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from socketserver import ThreadingMixIn
@@ -22,6 +24,8 @@ _NOBODYS = {("", "queued"): 0, ("", "in_progress"): 0}
 """Zero values that are reported without keys: autoscaling takes a missing metric for a fault."""
 _ASKED_AT_ONCE = 8
 """Connections to the metrics; further ones are closed."""
+_SECONDS_OF_A_SCRAPE = 30.0
+"""Longest time of a connection to the metrics, however many bytes come meanwhile."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -56,14 +60,24 @@ class Metrics:
         self.webhook_attempts = counter("megadit_webhook_attempts", "calls of webhooks", ["result"])
         self.streams = Gauge("megadit_open_streams", "progress streams being read", registry=self.registry)
 
-    def watch(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:
-        """Reads the queue and the servers' health at each scrape."""
-        self.registry.register(_Queue(counts, health))
+    def watch(
+        self,
+        counts: Callable[[], dict[tuple[str, str], int]],
+        health: Callable[[], dict[str, bool]],
+        has_space: Callable[[], bool],
+    ) -> None:
+        """Reads the queue, the servers' health and the free space at each scrape."""
+        self.registry.register(_Queue(counts, health, has_space))
 
 
 class _Queue(Collector):
-    def __init__(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:
-        self._counts, self._health = counts, health
+    def __init__(
+        self,
+        counts: Callable[[], dict[tuple[str, str], int]],
+        health: Callable[[], dict[str, bool]],
+        has_space: Callable[[], bool],
+    ) -> None:
+        self._counts, self._health, self._has_space = counts, health, has_space
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         jobs = GaugeMetricFamily("megadit_jobs", "videos that wait or run", labels=["key", "status"])
@@ -75,7 +89,10 @@ class _Queue(Collector):
         up = GaugeMetricFamily("megadit_server_up", "whether a Triton server takes work", labels=["server"])
         for url, is_healthy in self._health().items():
             up.add_metric([url], is_healthy)
-        return [jobs, up]
+        space = GaugeMetricFamily("megadit_has_space", "whether --min_free_bytes are free, so that videos are accepted")
+        with suppress(OSError):  # the disk is gone
+            space.add_metric([], self._has_space())
+        return [jobs, up, space]
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return []  # avoids a query of the store when it is registered
@@ -97,10 +114,18 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        over = threading.Timer(_SECONDS_OF_A_SCRAPE, _end, [request])
+        over.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            over.cancel()
             self._places.release()
+
+
+def _end(request: socket.socket) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

@@ -147,7 +147,9 @@ class Gateway:
         self.runner = Runner(
             self.store, self.servers, self.results, self.metrics, self.tracing, settings=settings.runner
         )
-        self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
+        self.metrics.watch(
+            self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all}, self.has_space
+        )
         self._webhooks = Webhooks(self.store, self.keys, self.metrics, may_be_private=settings.private_webhooks)
         self._heart = Heart(self.database, self.store.owner)
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="readiness")

@@ -327,7 +327,7 @@ class Runner:
                 result = self._results.put(run.job.id, video.data, video.media_type)
         except Exception as error:  # fsspec's file systems raise any exception
             log("result not stored", error=error, job=run.job.id)
-            self._fail(run, "storage_failed", f"the video could not be stored: {error}")
+            self._fail(run, "storage_failed", "the video could not be stored")
             return
         self._metrics.stages.labels("store", run.job.key_id).observe(time.monotonic() - began)
         seconds = self._settings.result_seconds
@@ -351,7 +351,7 @@ class Runner:
         self._metrics.interruptions.labels(run.server.url).inc()
         log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
         if (
-            self._record(run, lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
+            self._record(run, lambda: self._store.interrupt(run.job, suspicion="server_failed"))
             and run.job.is_suspected
         ):
             self._end(run, "failed", "server_failed")

@@ -242,13 +242,13 @@ class JobStore:
         """Puts it back into the queue as if it had not been started."""
         return self._change(job, lambda now: _waiting() | {"attempts": job.attempts - 1})
 
-    def interrupt(self, job: Job, reason: str, *, suspicion: str | None = None) -> bool:
+    def interrupt(self, job: Job, *, suspicion: str | None = None) -> bool:
         """Puts it back into the queue, or fails it if a server has failed while running it before.
 
         `suspicion` is the code of a server failure that it may have caused, and is stored with it.
         """
         if job.is_suspected:
-            return self.fail(job, "server_failed", f"interrupted twice by a server, last because {reason}")
+            return self.fail(job, "server_failed", "interrupted twice by a server")
         return self._change(job, lambda now: _waiting() | {"error_code": suspicion})
 
     def running(self, owner: str) -> list[Job]:

@@ -18,7 +18,7 @@ PANELS = json.loads(PATH.read_text())["panels"]
 def told() -> dict[str, set[str]]:
     """Metric, as Prometheus keeps it -> its labels."""
     metrics = Metrics()
-    metrics.watch(lambda: {("a", "queued"): 1}, lambda: {"http://triton": True})
+    metrics.watch(lambda: {("a", "queued"): 1}, lambda: {"http://triton": True}, lambda: True)
     metrics.request_seconds.labels("GET", "/").observe(1.0)
     metrics.webhook_attempts.labels("2xx")
     for family in (metrics.requests, metrics.videos, metrics.errors, metrics.interruptions, metrics.refusals):

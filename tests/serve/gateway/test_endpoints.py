@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import ServiceError, VideoResult
-from megadit.serve.gateway import service
+from megadit.serve.gateway import metrics, service
 from megadit.serve.gateway.http import connections, middleware
 from megadit.serve.gateway.http.connections import most_connections
 from megadit.serve.gateway.jobs import webhooks
@@ -168,7 +169,25 @@ def test_the_metrics_are_asked_by_few_at_once(gateway):
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         assert is_closed(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
-        assert threading.active_count() <= before + 10
+        assert threading.active_count() <= before + 18, "eight, and a clock of each"
+
+
+def test_who_asks_for_metrics_byte_by_byte_makes_room(gateway, monkeypatch, eventually):
+    monkeypatch.setattr(metrics, "_SECONDS_OF_A_SCRAPE", 0.5)
+    port = Ports.free().metrics
+    serve_metrics(gateway.metrics, "127.0.0.1", port)
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
+
+        def is_told() -> bool:
+            for each in slow:
+                with contextlib.suppress(OSError):
+                    each.sendall(b"x")
+            with contextlib.suppress(httpx.HTTPError):
+                return "megadit_has_space 1.0" in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+            return False
+
+        eventually(is_told, seconds=20)
 
 
 # ------------------------------------------------------------------------------------------------------ results
@@ -221,6 +240,35 @@ def test_a_completion_whose_answer_was_lost_keeps_its_video(gateway, new_key, mo
     settle(gateway, job)
     done = gateway.store.get(key.id, job.id)
     assert told == [True] and gateway.results.open(done).read() == b"attempt 1"
+
+
+SECRETS = "grpc://10.0.0.5:8001: ipv4:10.0.0.5:8001 /srv/videos/.x.mp4"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", SECRETS), ServiceError(SECRETS), KeyError(SECRETS)]
+)
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_failed_job_tells_its_client_no_place_of_ours(gateway, new_key, visit, monkeypatch, caplog, error, is_stored):
+    """The log does."""
+    text, key = new_key()
+    gateway.store.create(key, NEW)
+
+    def failing(*_):
+        raise error
+        yield
+
+    if is_stored:
+        monkeypatch.setattr(gateway.results, "put", lambda *_: next(failing()))
+    for _ in range(1 if is_stored else 2):
+        job = gateway.store.claim(MODELS)
+        if is_stored:
+            settle(gateway, job)
+        else:
+            gateway.runner._settle(_Run(job=job, server=gateway.servers.all[0], generation=failing()))
+    told = visit(text).get(f"/v1/videos/{job.id}").json()
+    assert told["status"] == "failed" and not re.search(r"10\.0\.0\.5|srv", str(told))
+    assert any(SECRETS in f"{each.fields}{each.exc_info and each.exc_info[1]}" for each in caplog.records)
 
 
 def test_a_folder_is_one_store_s(gateway, new_key, tmp_path):

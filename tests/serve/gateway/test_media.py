@@ -88,7 +88,7 @@ def test_files_are_kept_with_their_job_and_gone_with_its_end(client, gateway, tm
     assert "PNG" not in json.dumps(client.get(f"/v1/videos/{second}").json()) and kept() == [".given"] * 2
     client.delete(f"/v1/videos/{second}")
     job = gateway.store.claim(MODELS)
-    gateway.store.interrupt(job, "its server died")
+    gateway.store.interrupt(job)
     gateway.tidy()
     assert kept() == [".given"], "a job that is made again finds them"
     job = gateway.store.claim(MODELS)

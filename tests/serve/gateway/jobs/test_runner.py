@@ -135,7 +135,7 @@ def test_a_job_that_cannot_be_read_stops_no_other(gateway, key, responding, drai
 def test_a_suspected_job_that_cannot_start_keeps_no_slot(gateway, key, responding, monkeypatch, fault):
     lost = Result(name="video_0.0.given", media_type="application/zip", num_bytes=3, sha256="0" * 64)
     gateway.store.create(key, replace(NEW, conditioning=lost if fault == "files" else None))
-    gateway.store.interrupt(gateway.store.claim(MODELS), "it died", suspicion="server_failed")
+    gateway.store.interrupt(gateway.store.claim(MODELS), suspicion="server_failed")
     monkeypatch.setattr(Server, "client", raising(ConnectionError("it died again")))
     server = gateway.servers.all[0]
     server.free.acquire()

@@ -103,10 +103,10 @@ def test_models_that_no_server_has_wait(jobs, keys):
 def test_an_interrupted_job_is_queued_once_more_and_then_ends(jobs, keys):
     submit(jobs, keys[0])
     first = jobs.claim(MODELS)
-    assert jobs.note_step(first, 3) and jobs.interrupt(first, "a reason", suspicion="server_failed")
+    assert jobs.note_step(first, 3) and jobs.interrupt(first, suspicion="server_failed")
     second = jobs.claim(MODELS)
     assert (second.id, second.attempts, second.step) == (first.id, 2, 0)
-    assert jobs.interrupt(second, "a reason")
+    assert jobs.interrupt(second)
     ended = jobs.get(keys[0].id, first.id)
     assert (ended.status, ended.error_code) == ("failed", "server_failed") and "twice" in ended.error_message
 
@@ -117,11 +117,11 @@ def test_the_end_of_its_gateway_is_never_counted_against_a_job(jobs, keys):
         job = jobs.claim(MODELS)
         assert (job.attempts, job.is_suspected) == (attempt, False)
         assert [each.id for each in jobs.interrupt_all("here")] == [job.id]
-    assert jobs.interrupt(jobs.claim(MODELS), "a reason", suspicion="server_failed")
+    assert jobs.interrupt(jobs.claim(MODELS), suspicion="server_failed")
     for _ in range(3):
         assert jobs.claim(MODELS).is_suspected and jobs.interrupt_all("here"), "nor does it clear a suspicion"
     job = jobs.claim(MODELS)
-    assert jobs.interrupt(job, "a reason", suspicion="server_failed") and jobs.get(keys[0].id, job.id).has_ended
+    assert jobs.interrupt(job, suspicion="server_failed") and jobs.get(keys[0].id, job.id).has_ended
 
 
 def test_an_error_of_any_text_is_kept(jobs, keys):
@@ -199,7 +199,7 @@ def test_who_lost_a_job_changes_nothing(database, jobs, keys):
     assert [job.id for job in other.interrupt_all("here")] == [stale.id]
     taken = other.claim(MODELS)
     assert not jobs.note_step(stale, 2) and not jobs.complete(stale, RESULT, seconds_to_live=9)
-    assert not jobs.fail(stale, "x", "y") and not jobs.interrupt(stale, "z") and not jobs.give_back(stale)
+    assert not jobs.fail(stale, "x", "y") and not jobs.interrupt(stale) and not jobs.give_back(stale)
     assert other.complete(taken, RESULT, seconds_to_live=9)
 
 
@@ -208,7 +208,7 @@ def test_a_preview_is_there_while_its_job_runs(jobs, keys):
         keys,
         (
             lambda job: jobs.complete(job, RESULT, seconds_to_live=9),
-            lambda job: jobs.interrupt(job, "a reason"),
+            lambda job: jobs.interrupt(job),
             lambda job: jobs.delete(job.key_id, job.id),
         ),
         strict=True,
