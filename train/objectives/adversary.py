@@ -33,19 +33,16 @@ def critic_loss(networks: Networks, batch: PackedBatch) -> LossSums:
     reported_S = F.softplus(critic.discriminate(batch, x_S1P, sigma_G)) + F.softplus(
         -critic.discriminate(real, of_real_S1P, sigma_G)
     )
-    weight = config.train.distill.adversarial_weight
-    return sums._replace(objective=sums.objective + weight * _sum_of_targets(batch, reported_S))
+    tensors = batch.layout.on(reported_S.device)
+    weight_S = batch.loss_weight_G[tensors.segment_of_token_S] * tensors.is_target_S
+    objective = sums.objective + config.train.distill.adversarial_weight * (weight_S * reported_S).sum()
+    return sums._replace(objective=objective)
 
 
 def towards_real(discriminator: Discriminator, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
-    """Gradient of -log P(y is real) with respect to y, [S, 1, P]; parameters of the critic get none."""
+    """Gradient of -log P(y is real), summed over target tokens, with respect to y, [S, 1, P]; parameters of the critic
+    get none."""
     with torch.enable_grad():
         y_S1P = y_S1P.detach().requires_grad_()
-        loss = _sum_of_targets(batch, F.softplus(-discriminator(batch, y_S1P, sigma_G)))
-        return torch.autograd.grad(loss, y_S1P)[0]
-
-
-def _sum_of_targets(batch: PackedBatch, value_S: Tensor) -> Tensor:
-    """Sum over the target tokens, weighted as the losses of their samples."""
-    tensors = batch.layout.on(value_S.device)
-    return (value_S * tensors.is_target_S * batch.loss_weight_G[tensors.segment_of_token_S]).sum()
+        reported_S = F.softplus(-discriminator(batch, y_S1P, sigma_G))
+        return torch.autograd.grad((reported_S * batch.layout.on(y_S1P.device).is_target_S).sum(), y_S1P)[0]

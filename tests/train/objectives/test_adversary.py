@@ -121,8 +121,9 @@ def test_no_graph_is_left_behind(critic, monkeypatch, request):
 
 
 def test_a_student_follows_it():
-    """A student of one number, whose critic and teacher agree: the head moves it, as much as its weight says."""
-    asked = []
+    """A student of one number, whose critic and teacher agree: the head moves it, as much as its weight and those of
+    the samples say."""
+    asked, batch = [], replace(pack(), loss_weight_G=torch.tensor([0.5, 3.0, 1.0]))
 
     def discriminator(batch, y_S1P, sigma_G):
         asked.append(y_S1P)
@@ -137,6 +138,7 @@ def test_a_student_follows_it():
         settings = {"sigmas": (80.0,), "adversarial_weight": weight}
         sums = loss(
             *("distribution_matching", student, TEACHER, of_normal(0.7, DEVIATION)),
+            batch=batch,
             discriminator=discriminator,
             **settings,
         )
@@ -149,6 +151,7 @@ def test_a_student_follows_it():
     # d/dx0 of the sum over tokens of log(1 + exp(-0.2 sum(y))): its mean over P numbers counts P times
     with torch.no_grad():
         logit_S = 0.2 * asked[-1].sum(dim=(1, 2))
-        is_sample_S = pack().layout.on("cpu").is_sample_S
-    expected = -(0.1 * 0.2 * 5 * torch.sigmoid(-logit_S) * is_sample_S).sum().item()
+        tensors = batch.layout.on("cpu")
+        weight_S = batch.loss_weight_G[tensors.segment_of_token_S] * tensors.is_sample_S
+    expected = -(0.1 * 0.2 * 5 * torch.sigmoid(-logit_S) * weight_S).sum().item()
     assert one == pytest.approx(expected, rel=1e-3)
