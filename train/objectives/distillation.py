@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.noise import Stream, derived_keys, seed_key, uniform
-from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.host_to_device import constant
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
@@ -96,8 +95,7 @@ def continuous_consistency(networks: Networks, batch: PackedBatch) -> LossSums:
     """
     sigma_G, x_S1P, teacher_S1P, slope_S1P = _slope(networks, batch)
     D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
-    model, warmup = networks.config.model, networks.config.train.distill.tangent_warmup
-    sigma_d = model.sigma_data
+    sigma_d, warmup = networks.config.model.sigma_data, networks.config.train.distill.tangent_warmup
     cos2_G, sin_G = sigma_d**2 / (sigma_G**2 + sigma_d**2), sigma_G / (sigma_G**2 + sigma_d**2).sqrt()
     r = min(1.0, networks.step / warmup) if warmup else 1.0
     stable_S1P = of_tokens(batch, cos2_G) * (D_S1P.detach() - teacher_S1P)
@@ -105,9 +103,8 @@ def continuous_consistency(networks: Networks, batch: PackedBatch) -> LossSums:
     rms_G = mean_of_samples(networks, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
     g_S1P = g_S1P / of_tokens(batch, rms_G + LEAST_TANGENT)
     target_S1P = D_S1P.detach() - of_tokens(batch, sigma_d * sin_G) * g_S1P
-    u_G = None
-    if (uncertainty := networks.model.uncertainty) is not None:
-        u_G = uncertainty(parameterization_of(model).scalings(sigma_G).c_noise)
+    uncertainty = networks.model.uncertainty
+    u_G = None if uncertainty is None else uncertainty(sigma_G)
     return weighted_error(batch, D_S1P, target_S1P, 1 / (sigma_d * sin_G) ** 2, u_G)
 
 

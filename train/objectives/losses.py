@@ -30,7 +30,8 @@ class LossSums(NamedTuple):
 class Uncertainty(nn.Module):
     """u(sigma), the logarithm of the loss to expect at a noise level (EDM2, arXiv 2312.02696, section 3.1).
 
-    A linear function of Fourier features of c_noise, initially zero. It is trained with the network and then discarded.
+    A linear function of Fourier features of ln(sigma) / 4, which is EDM's c_noise, in every parameterization: those of
+    DDPM's steps, from 0 to 999, would not be smooth. Initially zero; trained with the network and then discarded.
     """
 
     def __init__(self, num_features: int = 128) -> None:
@@ -42,10 +43,10 @@ class Uncertainty(nn.Module):
         self.linear = nn.Linear(num_features, 1, bias=False)
         nn.init.zeros_(self.linear.weight)
 
-    def forward(self, c_noise_G: Tensor) -> Tensor:
-        self._frequency, self._phase = (x.to(c_noise_G.device) for x in (self._frequency, self._phase))  # copied once
+    def forward(self, sigma_G: Tensor) -> Tensor:
+        self._frequency, self._phase = (x.to(sigma_G.device) for x in (self._frequency, self._phase))  # copied once
         frequency, phase = self._frequency, self._phase
-        features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
+        features = math.sqrt(2) * torch.cos(sigma_G.float().log()[:, None] / 4 * frequency + phase)
         # divided by sqrt(features), because one step of Adam at a large rate could move u by more than its range
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
@@ -63,13 +64,12 @@ def edm_loss(
     Model chunks before the last return activations, from those of the chunk before (`before` [S, 1, D]): see
     `denoise_packed`.
     """
-    parameterization = parameterization_of(dit.config)
     x_S1P = batch.noisy(sigma_G, noise_S1P, dit.config.conditioning_noise)
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, **batch.conditions, before=before)
     if not dit.part.is_last:
         return D_S1P
-    u_G = None if uncertainty is None else uncertainty(parameterization.scalings(sigma_G).c_noise)
-    return weighted_error(batch, D_S1P, batch.tokens_S1P, parameterization.loss_weight(sigma_G), u_G)
+    u_G = None if uncertainty is None else uncertainty(sigma_G)
+    return weighted_error(batch, D_S1P, batch.tokens_S1P, parameterization_of(dit.config).loss_weight(sigma_G), u_G)
 
 
 def weighted_error(

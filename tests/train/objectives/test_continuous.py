@@ -120,7 +120,7 @@ def test_the_end_of_the_ode_has_no_tangent(objective):
 
 def test_what_is_learnt_of_the_losses_size_weighs_it():
     plain = loss("continuous_consistency", Student())
-    weighed = loss("continuous_consistency", Student(), uncertainty=lambda c_noise_G: torch.full_like(c_noise_G, 0.5))
+    weighed = loss("continuous_consistency", Student(), uncertainty=lambda sigma_G: torch.full_like(sigma_G, 0.5))
     num_tokens = double_pack().num_tokens
     expected = plain.weighted.item() / torch.tensor(0.5).exp().item() + 0.5 * num_tokens
     assert weighed.weighted.item() == pytest.approx(plain.weighted.item())

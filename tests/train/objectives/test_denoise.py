@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 
 from megadit.models.diffusion.noise import Stream, normal
-from megadit.models.diffusion.parameterization import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDM, EDMDenoiser
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify, unpatchify
@@ -161,18 +161,22 @@ def test_the_flow_loss_is_that_of_the_velocity(dit):
     assert sums.weighted.item() == pytest.approx(error_S[tensors.is_sample_S].sum().item(), rel=1e-4)
 
 
-def test_uncertainty_divides_and_adds(dit):
-    uncertainty = Uncertainty()
+@pytest.mark.parametrize("parameterization", ["edm", "flow", "vp"])
+def test_uncertainty_divides_and_adds(dit, parameterization):
+    """It is one function of sigma in all parameterizations, of EDM's c_noise."""
+    network, uncertainty = DiT(replace(MODEL, parameterization=parameterization)), Uncertainty()
+    network.load_state_dict(dit.state_dict())
     batch = pack(samples())
     sigma_G = torch.tensor([0.2, 1.0, 5.0, 1.0])
     with torch.no_grad():
-        plain = edm_loss(dit, batch, sigma_G, token_noise(batch))
-        start = edm_loss(dit, batch, sigma_G, token_noise(batch), uncertainty)
+        plain = edm_loss(network, batch, sigma_G, token_noise(batch))
+        start = edm_loss(network, batch, sigma_G, token_noise(batch), uncertainty)
         assert start.objective == pytest.approx(plain.objective.item())
         uncertainty.linear.weight.normal_(generator=torch.Generator().manual_seed(0))
-        sums = edm_loss(dit, batch, sigma_G, token_noise(batch), uncertainty)
-        parts = [edm_loss(dit, pack([s]), sigma_G[[i, 3]], token_noise(pack([s]))) for i, s in enumerate(samples())]
-        u_G = uncertainty(sigma_G.log() / 4)
+        sums = edm_loss(network, batch, sigma_G, token_noise(batch), uncertainty)
+        parts = [edm_loss(network, pack([s]), sigma_G[[i, 3]], token_noise(pack([s]))) for i, s in enumerate(samples())]
+        waves = torch.cos(EDM(0.7).scalings(sigma_G).c_noise[:, None] * uncertainty._frequency + uncertainty._phase)
+        u_G = math.sqrt(2 / 128) * waves @ uncertainty.linear.weight[0]
     tokens = [math.prod(MODEL.token_grid(*shape)) for shape in SHAPES]
     expected = sum(
         part.weighted * torch.exp(-u) + u * count for part, u, count in zip(parts, u_G, tokens, strict=False)
