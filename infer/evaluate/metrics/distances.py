@@ -17,7 +17,8 @@ NUM_HALVINGS = 24
 WIDE = 512
 """Width of features above which a Fréchet distance (cubic time) is computed a quarter as often."""
 BLOCK = 2048
-"""Most videos of which a kernel distance compares all pairs; with more, the mean over blocks is taken."""
+"""Most videos of which a kernel distance compares all pairs; of more, the mean over blocks is taken, each beside all
+videos of a smaller set."""
 NUM_NEIGHBOURS = 5
 _CHUNK = 1 << 24
 """Most numbers in memory at once."""
@@ -145,6 +146,8 @@ def kernel_estimate(made: Features, real: Features) -> Estimate:
 
 
 def _every(side: Features, step: int, start: int) -> Features:
+    if len(side.features_NFD) <= BLOCK:
+        return side
     return Features(side.features_NFD[start::step], side.weight_RN[:, start::step])
 
 

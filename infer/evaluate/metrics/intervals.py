@@ -80,7 +80,7 @@ def resamplings(groups: Sequence[Hashable], side: Side, count: int = NUM_RESAMPL
 
 
 def mean_estimate(value_N: Tensor, weight_RN: Tensor, bounds: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
-    """Mean of one number per video.
+    """Mean of one number per video, within `bounds`.
 
     For proportions (values 0 and 1) the interval is Wilson's (1927), which has a width even if all values are 1.
     """
@@ -88,7 +88,7 @@ def mean_estimate(value_N: Tensor, weight_RN: Tensor, bounds: tuple[float, float
     mean = value_N.mean().item()
     is_share = bool(((value_N == 0) | (value_N == 1)).all())
     return Estimate(
-        value=mean,
+        value=min(max(mean, bounds[0]), bounds[1]),
         resampled_R=(weight_RN @ value_N) / weight_RN.sum(1),
         count=len(value_N),
         bounds=bounds,

@@ -105,6 +105,16 @@ def test_kernel_distance_of_blocks_agrees_with_that_of_all(monkeypatch):
     assert distances.kernel_estimate(made, real).value == pytest.approx(blocks.value, rel=1e-12)
 
 
+def test_a_few_videos_are_compared_with_every_block_of_many(monkeypatch):
+    """Of two in a block of their own there would be one pair, or none."""
+    few, many = features(gaussian(8, 6, 0, shift=0.3)), features(gaussian(400, 6, 1), "real")
+    whole = distances.kernel_estimate(few, many)
+    monkeypatch.setattr(distances, "BLOCK", 20)
+    blocks = distances.kernel_estimate(few, many)
+    assert blocks.value == pytest.approx(whole.value, rel=0.3) and blocks.value != whole.value
+    assert blocks.error < 2 * whole.error
+
+
 def test_neighbours_of_points_on_a_line(monkeypatch):
     monkeypatch.setattr(distances, "NUM_NEIGHBOURS", 1)
     real = torch.tensor([[0.0], [1.0], [10.0], [11.0]]).double()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate, resamplings, wilson
+from megadit.infer.evaluate.metrics.table import clip_estimate
 
 
 def test_videos_of_a_prompt_are_drawn_together():
@@ -64,3 +65,11 @@ def test_noise_and_bounds_enter_the_interval():
     low, high = Estimate(value=1.0, resampled_R=still, count=3, noise=0.5).interval
     assert (low, high) == pytest.approx((1 - 0.98, 1 + 0.98), abs=1e-3)
     assert Estimate(value=1.0, resampled_R=still, count=3, noise=5.0, bounds=(0.0, 100.0)).interval[0] == 0
+
+
+def test_a_clip_score_is_not_below_zero():
+    frames_NFD = torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0))
+    far, near = (
+        clip_estimate(frames_NFD, sign * frames_NFD.mean(1), resamplings(range(8), "made")) for sign in (-1, 1)
+    )
+    assert far.value == far.interval[0] == 0 < near.interval[0] < near.value < 100
