@@ -163,18 +163,22 @@ def _prefix(medium: ConditioningItem, target: Target) -> Source:
 
 
 def _suffix(medium: ConditioningItem, target: Target) -> Source:
-    """Place the end of a video; its latents depend on unknown earlier frames, so its first frame is repeated there."""
+    """Place the end of a video; its latents depend on unknown earlier frames, so its first frame is repeated there, and
+    its last one where frames are decoded and then cut."""
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
-    compression = target.tokenizer.temporal_compression
-    count = min(asked, len(medium.frames)) // compression
-    if not count:
-        raise UserError(f"conditioning on a video's end takes at least {compression} frames, got {len(medium.frames)}")
+    given, compression = min(asked, len(medium.frames)), target.tokenizer.temporal_compression
+    num_cut = target.covering - target.num_frames
+    fewest = compression - num_cut % compression
+    if given < fewest:
+        raise UserError(f"conditioning on a video's end takes at least {fewest} frames, got {given}")
+    count = (given + num_cut) // compression
     if count >= target.latent_frames:
         raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
-    frames = medium.frames[: count * compression]
-    before = np.repeat(frames[:1], target.covering - len(frames), axis=0)
+    frames = medium.frames[: count * compression - num_cut]
+    before = np.repeat(frames[:1], target.num_frames - len(frames), axis=0)
     first = target.latent_frames - count
-    return Source(np.concatenate([before, frames]), first, skipped=first)
+    whole = lengthened(np.concatenate([before, frames]), target.num_frames, target.covering)
+    return Source(whole, first, skipped=first)
 
 
 def _last_frame(medium: ConditioningItem, target: Target) -> Source:

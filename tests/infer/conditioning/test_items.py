@@ -150,6 +150,15 @@ def test_what_is_given_is_seen_and_stays_where_it_is(able, kind):
     assert distance(made[rest], free[rest]) > 0.1 and distance(made[rest], other[rest]) > 0.1, "it decides the rest"
 
 
+@pytest.mark.parametrize("count", [7, 8, 10])
+def test_an_end_is_the_last_frame_shown(able, count):
+    """Of 12 frames 13 are decoded, in latents of four: the end is not what is cut."""
+    (made,) = video(able, ConditioningItem(frames=SOURCE[:count], kind="suffix"), num_frames=12)
+    assert len(made) == 12 and np.abs(made[-7:].astype(int) - SOURCE[:7]).max() <= 1
+    with pytest.raises(UserError, match="at least 3 frames, got 2"):
+        video(able, ConditioningItem(frames=SOURCE, kind="suffix", keep_frames=2), num_frames=12)
+
+
 @pytest.mark.parametrize("kind", ["first_frame", "prefix", "suffix", "inpaint"])
 def test_a_network_that_was_not_trained_is_held_to_it(pipeline, able, kind):
     """The same weights: what is known is put back while sampling, which gives another video than seeing it clean."""
