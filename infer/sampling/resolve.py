@@ -121,8 +121,9 @@ def far_from_training(
 
 
 def num_function_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
-    """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
-    is_guided = settings.guidance != 1 and config.guidance_embedding_range is None
+    """Function evaluations of a video: guidance takes one more a step unless the network is guidance-distilled, and a
+    second prompt another; that of conditioning media is not counted."""
+    is_guided = settings.guidance + settings.second_guidance != 1 and config.guidance_embedding_range is None
     passes = 1 + is_guided + bool(settings.second_prompt)
     return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * passes
 

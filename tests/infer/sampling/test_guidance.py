@@ -7,9 +7,15 @@ from megadit.infer.sampling.guidance import (
     Branch,
     guidance_scale,
     guided,
+    guided_by_settings,
     in_one_batch,
     in_turn,
 )
+from megadit.infer.sampling.resolve import num_function_evaluations
+from megadit.infer.sampling.samplers import euler
+from megadit.infer.sampling.schedules import settings_sigmas
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 
@@ -67,6 +73,17 @@ def test_scale_1_asks_for_the_conditional_half_alone():
     denoiser = LinearDenoiser()
     assert answer(denoiser, scale=1.0) == pytest.approx([3.0, 6.0])
     assert denoiser.batch_sizes == [2]
+
+
+@pytest.mark.parametrize(("guidance", "second"), [(1.0, 0.0), (3.0, 0.0), (1.0, 2.0), (3.0, 2.0), (0.5, 0.5)])
+def test_as_many_evaluations_are_counted_as_there_are(guidance, second):
+    sizes = {"num_frames": 1, "height": 8, "width": 8, "fps": 0.0}
+    both = {"second_prompt": "b", "second_guidance": second} if second else {}
+    settings = SamplingSettings(sampler="euler", num_steps=3, guidance=guidance, **sizes, **both)
+    denoiser = LinearDenoiser()
+    denoise = guided_by_settings(settings, denoiser, lambda texts: COND, ["a", "b"], {})
+    euler(denoise, X, settings_sigmas(settings))
+    assert sum(denoiser.batch_sizes) == len(X) * num_function_evaluations(settings, DiTConfig())
 
 
 def test_negative_text_replaces_the_null_text():
