@@ -89,7 +89,8 @@ def keyframes(sample: TrainingSample, draws: Draws, model: DiTConfig) -> CleanLa
         return None
     count = len(sample.frames.times)
     chosen = [index for index in range(count) if draws[1 + index % (len(draws) - 1)] < 0.5]
-    return _with_frames(sample, chosen or [int(draws[1] * count)], with_first=draws[0] < 0.5, model=model)
+    chosen = chosen or [int((2 * draws[1] - 1) * count)]  # of a number that is at least 1/2 here
+    return _with_frames(sample, chosen, with_first=draws[0] < 0.5, model=model)
 
 
 def _with_frames(
@@ -159,7 +160,7 @@ def draw(
         dropout: fractions of the samples with conditioning that lose their conditioning, their text, or both, which
             guidance needs (arXiv 2211.09800, section 3.2.1).
     """
-    chosen, dropped, *draws = uniform_numbers(key, NUM_DRAWS, stream=Stream.CONDITIONING)
+    chosen, dropped, *draws, of_caption = uniform_numbers(key, NUM_DRAWS, stream=Stream.CONDITIONING)
     is_edit = sample.reference_CTHW is not None
     for name, share in shares:
         if (name == "edit") != is_edit:
@@ -178,7 +179,7 @@ def draw(
         or conditioning_alone + text_alone <= dropped < conditioning_alone + text_alone + both
     )
     loses_text = conditioning_alone <= dropped < conditioning_alone + text_alone + both
-    has_own_text = sample.image_text_LE is not None and not loses_conditioning and draws[-1] < SHARE_OF_IMAGE_TEXTS
+    has_own_text = sample.image_text_LE is not None and not loses_conditioning and of_caption < SHARE_OF_IMAGE_TEXTS
     text_LE = sample.image_text_LE if has_own_text else sample.text_LE
     return Drawn(None if loses_conditioning else part, text_LE, not loses_text)
 

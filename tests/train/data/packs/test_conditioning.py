@@ -70,6 +70,16 @@ def test_an_image_has_no_frames_to_give():
     assert KINDS["inpaint"](image, (0.5,) * 7, MODEL) is not None
 
 
+def test_either_keyframe_is_as_likely_as_the_other():
+    counts = Counter()
+    for index in range(2000):
+        drawn = draw(sample(), sample_key(1, f"{index}", 0), (("keyframes", 1.0),), (0.0, 0.0, 0.0), MODEL)
+        counts[drawn.clean.extra_times] += 1
+    # both in a quarter; one alone in a quarter, and in half of another in which neither was drawn
+    for times, share in {(1.0, 2.0): 1 / 4, (1.0,): 3 / 8, (2.0,): 3 / 8}.items():
+        assert counts[times] / 2000 == pytest.approx(share, abs=0.035), times
+
+
 def test_shares_are_those_asked_for():
     counts = Counter()
     for index in range(4000):
