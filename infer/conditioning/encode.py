@@ -54,8 +54,11 @@ class EncodedConditioning:
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
     def seen(self, config: NetworkConfig, key_B: Tensor) -> dict[str, Any]:
-        """Return the network's conditioning inputs for videos of these keys, noised if it was trained that way."""
+        """Return the network's conditioning inputs for videos of these keys, whole tokens and noised if it was trained
+        that way."""
         clean = self.clean
+        if clean is not None and config.conditioning.is_among:
+            clean = clean.of_whole_tokens(config)
         if clean is not None and config.conditioning.is_noised:
             clean_BCTHW = clean.latents_BCTHW
             noise_BCTHW = latent_noise(key_B, tuple(clean_BCTHW.shape[1:]), stream=Stream.CONDITIONING_NOISE)

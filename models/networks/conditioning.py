@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.host_to_device import sent_as_one
+from megadit.models.host_to_device import sent_as_one, sent_together
 from megadit.models.packing.segments import Segment
 
 
@@ -50,6 +50,21 @@ class CleanLatents:
         size = (self.latents_BCTHW.shape[0], config.conditioning.marks, *self.size)
         marks_BMTHW = marks_MTHW.to(self.latents_BCTHW).expand(size)
         return marks_BMTHW if config.conditioning.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
+
+    def of_whole_tokens(self, config: DiTConfig) -> "CleanLatents":
+        """The same without latents of tokens that are conditioning in part: in training, all of such a token is noisy.
+
+        Raises:
+            UserError: if the latents are not a whole number of patches.
+        """
+        grid, is_clean_THW = config.token_grid(*self.size), on_host(self.is_clean_THW)
+        is_whole_THW = conditioning_tokens(is_clean_THW, config).bool().view(grid)
+        for axis, (size, count) in enumerate(zip(self.size, grid, strict=True)):
+            is_whole_THW = is_whole_THW.repeat_interleave(size // count, axis)
+        if torch.equal(is_whole_THW, is_clean_THW):
+            return self
+        [there_THW] = sent_together([is_whole_THW], self.is_clean_THW.device)
+        return replace(self, is_clean_THW=there_THW)
 
     def to(self, device: torch.device | str) -> "CleanLatents":
         tensors = {name: getattr(self, name) for name in ("latents_BCTHW", "is_clean_THW", "marks_MTHW")}

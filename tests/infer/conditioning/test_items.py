@@ -8,6 +8,8 @@ from megadit.infer.conditioning.encode import EncodedConditioning
 from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.conditioning import CleanLatents
 from megadit.models.shared.errors import UserError
 
 
@@ -148,6 +150,16 @@ def test_what_is_given_is_seen_and_stays_where_it_is(able, kind):
     if place is not None:
         rest[place] = False
     assert distance(made[rest], free[rest]) > 0.1 and distance(made[rest], other[rest]) > 0.1, "it decides the rest"
+
+
+def test_a_mask_is_seen_in_whole_tokens():
+    """What is known of other tokens is held, but not seen."""
+    latents, is_fixed_THW = torch.randn(1, 4, 1, 2, 6), torch.zeros(1, 2, 6, dtype=torch.bool)
+    is_fixed_THW[..., :3] = True
+    encoded = EncodedConditioning(latents, is_fixed_THW, CleanLatents(latents, is_fixed_THW))
+    config = DiTConfig(in_channels=4, patch_spatial=2, conditioning_sigma=0.02)
+    seen = encoded.seen(config, torch.tensor([1]))["clean"]
+    assert seen.is_clean_THW[0].tolist() == [[True] * 2 + [False] * 4] * 2
 
 
 @pytest.mark.parametrize("count", [7, 8, 10])

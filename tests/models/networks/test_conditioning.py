@@ -61,6 +61,27 @@ def given_latents(count: int, extra: int = 1) -> CleanLatents:
     return CleanLatents(latents, is_given, (1.5,) * extra)
 
 
+@torch.no_grad()
+def test_a_token_given_in_part_is_noisy_as_in_training():
+    given = given_latents(1, extra=0)
+    given.is_clean_THW[1, :3, :3] = True  # of the rows, and of the columns of each, one and a half tokens
+    whole = given.of_whole_tokens(CONFIG)
+    assert whole.of_whole_tokens(CONFIG) is whole
+    assert whole.is_clean_THW[1].sum() == 8 < given.is_clean_THW[1].sum() and whole.is_clean_THW[1, :2].all()
+    assert torch.equal(whole.is_clean_THW[[0, 2]], given.is_clean_THW[[0, 2]])
+    dit, x, sigma_B = network(), 5 * torch.randn(1, 4, 3, 4, 4), torch.tensor([5.0])
+    of_part, of_whole = (conditions(1, each) for each in (given, whole))
+    found = EDMDenoiser(dit)(x, sigma_B, of_whole)
+    pack = pack_dense(x, of_whole, CONFIG, 1)
+    D_S1P = denoise_packed(
+        dit, pack.tokens_S1P, pad_segments(sigma_B, pack.layout, 1.0), pack.text_L1E, pack.fps_G, pack.layout
+    )
+    of_training = unpack_dense(D_S1P, pack.layout, x, CONFIG)
+    is_new = ~whole.is_clean_THW
+    torch.testing.assert_close(found[:, :, is_new], of_training[:, :, is_new], rtol=1e-4, atol=1e-4)
+    assert (EDMDenoiser(dit)(x, sigma_B, of_part) - of_training)[:, :, is_new].abs().max() > 0.1
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rows_follow_the_tokens_however_they_are_cut(size):
     G = MIXED.num_segments
