@@ -1,5 +1,6 @@
 """Validation of the weights and all EMA weights: losses at fixed noise levels, sampled videos, evaluation metrics."""
 
+import math
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -71,16 +72,21 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
         for sigma_rel in (None, *training.config.ema.sigma_rels):
             with training.ema_weights.swapped_in(sigma_rel, training.parameters()):
                 losses[profile_name(sigma_rel)] = _losses(training, batches, num_own)
-        best = min(losses, key=lambda name: losses[name]["mean"])
+        best = lowest(losses)
         videos = _sample_videos(training, step, None if best == RAW else float(best))
     return {"step": step, "best": best, "losses": losses}, videos
+
+
+def lowest(losses: dict[str, dict[str, float]]) -> str:
+    """The name of the lowest mean loss; one that is no number is not the lowest."""
+    return min(losses, key=lambda name: (math.isnan(losses[name]["mean"]), losses[name]["mean"]))
 
 
 def lowest_so_far(before: dict[str, float], found: dict[str, Any]) -> dict[str, float]:
     """Update `before`, the step and mean loss of the best validation and the number `since` of later ones, by `found`,
     the result of `validate`."""
     loss = found["losses"][found["best"]]["mean"]
-    if before and not loss < before["loss"]:
+    if before and not (loss < before["loss"] or math.isnan(before["loss"])):
         return before | {"since": before["since"] + 1}
     return {"step": found["step"], "loss": loss, "since": 0}
 

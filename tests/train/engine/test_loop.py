@@ -16,7 +16,7 @@ from megadit.models.networks.dit import DiT
 from megadit.models.packing.pack_layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.config.load import load_config
-from megadit.train.engine.validation import lowest_so_far
+from megadit.train.engine.validation import lowest, lowest_so_far
 from megadit.train.monitoring.metrics import Metrics
 from megadit.train.recipes import load_recipe
 
@@ -95,6 +95,7 @@ def test_a_run_that_gets_no_better_ends_and_keeps_its_best(run_ranks, tmp_path):
         ([3.0, 2.0, 2.0, 2.5], {"step": 2, "loss": 2.0, "since": 2}),
         ([3.0, 4.0, 2.0], {"step": 3, "loss": 2.0, "since": 0}),
         ([3.0, float("nan")], {"step": 1, "loss": 3.0, "since": 1}),
+        ([float("nan"), 3.0, 4.0], {"step": 2, "loss": 3.0, "since": 1}),
     ],
 )
 def test_the_lowest_validation_is_remembered(losses, expected):
@@ -102,6 +103,11 @@ def test_the_lowest_validation_is_remembered(losses, expected):
     for step, loss in enumerate(losses, start=1):
         found = lowest_so_far(found, {"step": step, "best": "none", "losses": {"none": {"mean": loss}}})
     assert found == expected
+
+
+def test_what_is_no_number_is_not_the_lowest():
+    means = {"none": float("nan"), "0.05": 2.0, "0.1": 1.0}
+    assert lowest({name: {"mean": mean} for name, mean in means.items()}) == "0.1"
 
 
 def test_too_little_memory_is_recognised():
