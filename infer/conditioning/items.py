@@ -150,13 +150,13 @@ class Source(NamedTuple):
 
 
 def _first_frame(medium: ConditioningItem, target: Target) -> Source:
-    _encodable(1, target.tokenizer)  # refuses tokenizers that are not causal
+    encodable_frames(1, target.tokenizer)  # refuses tokenizers that are not causal
     return Source(medium.frames[:1], 0)
 
 
 def _prefix(medium: ConditioningItem, target: Target) -> Source:
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
-    num_frames = _encodable(min(asked, len(medium.frames)), target.tokenizer)
+    num_frames = encodable_frames(min(asked, len(medium.frames)), target.tokenizer)
     if num_frames >= target.num_frames:
         raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
     return Source(medium.frames[len(medium.frames) - num_frames :], 0)
@@ -262,7 +262,7 @@ def trained_as(kind: str, frame: int | None) -> str:
     return kind
 
 
-def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
+def encodable_frames(frames: int, tokenizer: VideoTokenizer) -> int:
     """The largest number of frames, at most `frames`, that can be encoded."""
     if not tokenizer.causal:
         raise UserError("only a causal tokenizer's videos can be continued: its latents do not depend on later frames")

@@ -19,6 +19,7 @@ from megadit.infer.conditioning.items import (
     Media,
     Target,
     check_conditioning,
+    encodable_frames,
     places_of,
 )
 from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
@@ -32,7 +33,7 @@ from megadit.infer.pipeline.adapters import NO_ADAPTER_INPUTS
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
-from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows
+from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows, windows_of
 from megadit.infer.runtimes.load import adapter_inputs, taken, weaker_bundle
 from megadit.infer.runtimes.options import AUTO, chosen_dtype, print_dtype
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
@@ -152,7 +153,7 @@ def _check_videos(
         )
         check_conditioning(conditioning_media, conditionings, target)
         has_later = (options.total_frames or 0) > settings.num_frames
-        later = [_later_conditioning(options, settings, conditionings)] if has_later else []
+        later = [_later_conditioning(options, settings, conditionings, tokenizer)] if has_later else []
         for each in (conditioning_media, *later) if settings.cache_budget else ():
             find_plan(bundle_plans(bundle, options.running.cache_measure), settings, places_of(each, target))
     _check_adapters(specs, options, bundle)
@@ -164,10 +165,13 @@ def _check_videos(
     return media
 
 
-def _later_conditioning(options: GenerateOptions, settings: SamplingSettings, conditionings: Collection[str]) -> Media:
+def _later_conditioning(
+    options: GenerateOptions, settings: SamplingSettings, conditionings: Collection[str], tokenizer: VideoTokenizer
+) -> Media:
     """Conditioning media of windows after the first; black frames stand in for frames yet to be generated."""
     nothing = np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8)
-    return later_conditioning(nothing, options.keep_frames or 1, conditionings, nothing if options.keep_first else None)
+    keep_frames = encodable_frames(options.keep_frames or 1, tokenizer)
+    return later_conditioning(nothing, keep_frames, conditionings, nothing if options.keep_first else None)
 
 
 def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle) -> None:
@@ -304,8 +308,10 @@ def write_long_videos(
     """Generate the videos one after another, and print the path of each."""
     keep_frames = options.keep_frames or 1
     per_window = [pipeline.num_denoiser_calls(1, spec.settings) for spec in specs]
-    windows = [num_windows(options.total_frames, spec.settings.num_frames, keep_frames) for spec in specs]
-    total = sum(calls * count for calls, count in zip(per_window, windows, strict=True))
+    windows = [
+        windows_of(options.total_frames, spec.settings.num_frames, keep_frames, pipeline.tokenizer) for spec in specs
+    ]
+    total = sum(calls * count for calls, (count, _) in zip(per_window, windows, strict=True))
     with Progress(total, "sampling", enabled=is_first()) as bar:
         for spec, path in zip(specs, paths, strict=True):
             story = list(options.prompt) if options.story else [spec.prompt]

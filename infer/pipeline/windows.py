@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from megadit.infer.conditioning.items import ConditioningItem, Media
+from megadit.infer.conditioning.items import ConditioningItem, Media, encodable_frames
 from megadit.infer.pipeline.pipeline import StepCallback, TextToVideo
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.tokenizers import VideoTokenizer
 
 
 def num_windows(total_frames: int, num_frames: int, keep_frames: int) -> int:
@@ -23,6 +24,17 @@ def num_windows(total_frames: int, num_frames: int, keep_frames: int) -> int:
     if not 1 <= keep_frames < num_frames:
         raise UserError(f"keep_frames={keep_frames} must be at least 1 and leave some of the {num_frames} of a window")
     return 1 + max(0, -(-(total_frames - num_frames) // (num_frames - keep_frames)))
+
+
+def windows_of(total_frames: int, num_frames: int, keep_frames: int, tokenizer: VideoTokenizer) -> tuple[int, int]:
+    """`num_windows`, and the frames that each repeats: `keep_frames`, rounded down to a number that can be encoded.
+
+    Raises:
+        UserError: as `num_windows`, and for several windows of a tokenizer that is not causal.
+    """
+    if num_windows(total_frames, num_frames, keep_frames) > 1:
+        keep_frames = encodable_frames(keep_frames, tokenizer)
+    return num_windows(total_frames, num_frames, keep_frames), keep_frames
 
 
 def stream_windows(
@@ -42,7 +54,7 @@ def stream_windows(
 
     Args:
         stories: for each video, a prompt for each window; the last one is used for all windows that follow.
-        keep_frames: frames of a window with which the next one begins.
+        keep_frames: frames of a window with which the next one begins; see `windows_of`.
         keep_first: also conditions each window on the first one, as a clip to edit, so that small errors do not add up
             from window to window.
         seeds: one for each video. Window n has the noise of seed + n.
@@ -53,7 +65,8 @@ def stream_windows(
     """
     settings = resolve_settings(pipeline.defaults if settings is None else settings)
     media, first, made = list(conditioning or [()] * len(stories)), [], 0
-    for window in range(num_windows(total_frames, settings.num_frames, keep_frames)):
+    count, keep_frames = windows_of(total_frames, settings.num_frames, keep_frames, pipeline.tokenizer)
+    for window in range(count):
         prompts = [story[min(window, len(story) - 1)] for story in stories]
         videos = [
             result.video

@@ -40,6 +40,16 @@ def test_each_window_goes_on_from_the_last(able):
     assert np.abs(np.concatenate(alone).astype(int) - second).max() <= 1, "its company changes nothing"
 
 
+def test_a_window_leaves_out_only_what_it_repeats(able):
+    """Of six frames the tokenizer encodes five, from which the next window goes on."""
+    settings = replace(able.defaults, num_frames=13)
+    parts = [frames for (frames,) in stream_windows(able, [["a"]], settings, total_frames=22, keep_frames=6, seeds=[0])]
+    assert [len(frames) for frames in parts] == [13, 8, 1]
+    given = ConditioningItem(frames=parts[0][-5:], kind="prefix", keep_frames=5)
+    (again,) = able(["a"], seeds=1, conditioning=given, num_frames=13)
+    assert np.abs(again.video[5:].astype(int) - parts[1]).max() <= 1
+
+
 def test_a_network_of_first_frames_sees_those_of_later_windows(able, monkeypatch):
     """As Wan's of images, which take no longer beginnings."""
     monkeypatch.setattr(able, "conditionings", ("first_frame",))
