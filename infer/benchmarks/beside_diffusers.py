@@ -42,9 +42,9 @@ class Setting:
 class BenchmarkOptions:
     """Options of all comparisons."""
 
-    rounds: int = setting(9, "rounds, after one that is not counted (default: {default})", low=1)
+    rounds: int = setting(9, "timed rounds, after a warm-up round (default: {default})", low=1)
     threads: int | None = setting(None, "threads of torch (default: torch's own choice)", low=1)
-    json: str = setting("", "also write the figures here", metavar="FILE")
+    json: str = setting("", "also write the timings to this JSON file", metavar="FILE")
 
     def set_threads(self) -> None:
         if self.threads is not None:

@@ -322,7 +322,8 @@ def write_defaults(bundle: Bundle, settings: SamplingSettings) -> None:
     groups=GROUPS,
     examples=("megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --function_evaluations 6 8",),
     prog="megadit tune-sampler",
-    description="Finds the fewest function evaluations (NFE) that match a model's best quality, as its defaults.",
+    description="Finds the fewest function evaluations (NFE) that match a model's best quality, and makes them its "
+    "defaults.",
 )
 def main(options: TuneOptions) -> None:
     """Runs `megadit tune-sampler`; returns its exit code."""

@@ -41,7 +41,7 @@ class TokenizerOptions:
         None, "frames from the middle of each video (default: 16, or what can be encoded)", above=0
     )
     size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
-    count: int | None = setting(None, "most videos to use", above=1)
+    count: int | None = setting(None, "maximum number of videos", above=1)
     lpips_weights: Path | None = setting(None, "folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')")
 
 

@@ -196,10 +196,10 @@ EXAMPLES = {
 
 _DESCRIPTIONS = {
     "generate": "Generates videos, or images, from prompts. Options left out take the checkpoint's defaults.",
-    "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can skip "
-    "under these settings, and stores that in the bundle. Output options are not used.",
-    "check-cache": "Measures with these prompts how well a cache that was calibrated for these settings keeps its "
-    "budget. Output options are not used.",
+    "calibrate-cache": "Measures on these prompts which denoiser calls `megadit generate --cache_budget` can skip with "
+    "the same settings, and stores them in the bundle. Output options are ignored.",
+    "check-cache": "Measures on these prompts whether the cache calibrated for the same settings keeps its budget. "
+    "Output options are ignored.",
 }
 
 

@@ -217,7 +217,9 @@ class RepositoryOptions:
     checkpoint: str = setting(help="a bundle or a training directory", positional=True, metavar="CHECKPOINT")
     repository: str = setting(help="the directory to write", positional=True, metavar="REPOSITORY")
     images: bool = setting(False, f"add the model {IMAGE_MODEL} for single images")
-    networks: bool = setting(False, "add each exported network as a model, for your own pipelines (with --runtime)")
+    networks: bool = setting(
+        False, "add each exported network as a model of its own, for your own pipelines (needs --runtime)"
+    )
     dtype: str = setting(
         AUTO,
         "dtype of the network: float32, bfloat16, float16, or auto (default): as its weights are stored, "

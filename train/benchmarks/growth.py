@@ -195,7 +195,7 @@ class GrowthOptions:
     along: tuple[str, ...] = setting(tuple(AXES), f"axes to measure: {', '.join(AXES)} (default: all)", metavar="NAME")
     steps: int = setting(3, "steps timed at each point (default: {default})", metavar="N")
     points: int | None = setting(
-        None, "number of points on each axis, the first ones (default: all)", low=2, metavar="N"
+        None, "measure only the first N points of each axis (default: all)", low=2, metavar="N"
     )
 
 

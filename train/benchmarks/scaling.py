@@ -149,7 +149,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 @command(
     ScalingOptions,
     prog="megadit benchmark scaling",
-    description="Samples a second by the number of ranks, measured; what cannot be measured here is said to be so.",
+    description="Measures samples per second by number of ranks; rows that this machine cannot run say `not measured`.",
 )
 def main(options: ScalingOptions) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
     megadit benchmark train --recipe digits [section.key=value ...] [--nproc 2] [--steps 10] [--json FILE]
 
 The steps are those of `megadit train`, on mock data unless `data.path` is given; nothing of the run is kept. Operations
-are counted as `models.flops` says (recomputation adds nothing), and by the formula of the published figures beside it.
+are counted as `models.flops` says (recomputation adds nothing), and by the formula of published measurements.
 """
 
 import functools
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -24,11 +24,13 @@ from megadit.models.shared.errors import report_once
 from megadit.models.shared.files import write_json
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.resources import ANYWAY_HELP
-from megadit.train.benchmarks.measure import StepCosts, shares_of, table_of
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from megadit.train.benchmarks.measure import StepCosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ def _force(variants: Sequence[str]) -> None:
         force_variants(variants)
 
 
-def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepCosts, dict[str, Any]]:
+def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> "tuple[StepCosts, dict[str, Any]]":
     from megadit.models.machine import describe
     from megadit.models.megatron import groups as process_groups
     from megadit.train.benchmarks.measure import measure_steps
@@ -107,10 +109,11 @@ def run_of(recipe: str | None, config_file: str | None, overrides: Sequence[str]
 
 
 def _print_costs(
-    config: RunConfig, measurements: StepCosts, about: dict[str, Any], options: BenchmarkTrainOptions
+    config: RunConfig, measurements: "StepCosts", about: dict[str, Any], options: BenchmarkTrainOptions
 ) -> None:
     from megadit.models.machine import describe_in_words
     from megadit.models.ops.registry import describe_variants, variants_run
+    from megadit.train.benchmarks.measure import shares_of, table_of
 
     console = Console()
     console.print(table_of(config, measurements))

@@ -75,7 +75,7 @@ class DistillOptions:
     )
     calls: int = setting(4, "function evaluations of the student for a video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting(
-        (), "noise levels of these function evaluations, decreasing (default: chosen)", above=0
+        (), "noise levels of the student's function evaluations, decreasing (default: by --calls)", above=0
     )
     noise_scale: float | None = setting(
         None,

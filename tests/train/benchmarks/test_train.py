@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from contextlib import chdir
 from unittest import mock
 
@@ -27,6 +29,12 @@ def measured(run_ranks, tmp_path_factory):
         (printed,) = run_ranks(1, *command, *options, *written)
     assert {path.name for path in folder.iterdir()} == {"figures.json", "trace.json"}, "it leaves nothing else"
     return printed, *(json.loads((folder / name).read_text()) for name in ("figures.json", "trace.json"))
+
+
+def test_megatron_is_imported_after_the_cpu_shim_only():
+    """Its import warns of missing libraries, which a help text does not need, and comes after `cpu_shim.install`."""
+    code = "import sys, megadit.train.benchmarks.scaling; print('megatron.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
 
 
 def test_figures_agree_with_each_other(measured):

@@ -99,7 +99,7 @@ CHOICES = ("video_a", "video_b")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairsOptions:
     source: Path = setting(
-        help="a table of pairs; for edits also a folder like InstructPix2Pix's", positional=True, metavar="SOURCE"
+        help="table of pairs; for edits also a folder in InstructPix2Pix's layout", positional=True, metavar="SOURCE"
     )
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
     tokenizer: Path = setting(help="folder of the video tokenizer, or a bundle's tokenizer/", metavar="PATH")

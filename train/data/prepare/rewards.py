@@ -59,8 +59,8 @@ class Scoring:
     )
     extractors: Sequence[Path] = setting(
         (),
-        "feature extractors, as for `megadit evaluate`, of which the first of clips compares videos: for the score "
-        "`diversity` (else the first of pictures; default: latents) and with the base (default: downscaled frames)",
+        "feature extractors, as for `megadit evaluate`: the score `diversity` uses the first one of clips, else of "
+        "pictures (default: latents); comparisons with the base, that of clips (default: downscaled frames)",
         nargs="+",
         metavar="PATH",
     )

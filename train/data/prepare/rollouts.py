@@ -49,10 +49,10 @@ ROLLOUTS = Purpose(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutOptions(SampleOptions):
     scoring: Scoring = group(Scoring)
-    adapter: str | None = setting(None, "adapter that is attached to the model", metavar="PATH")
+    adapter: str | None = setting(None, "adapter to attach to the model", metavar="PATH")
     states: int = setting(
         0,
-        "states of each video's sampling to keep, for train.distill.objective=flow_grpo (default: {default})",
+        "sampling steps of each video to store, for train.distill.objective=flow_grpo (default: {default})",
         low=0,
     )
 

@@ -278,8 +278,8 @@ class ShapesOptions:
 @command(
     ShapesOptions,
     prog="megadit demo-shapes",
-    description="Trains on captioned scenes of moving things; makes some from captions and first frames, edits some, "
-    "learns a thing by an adapter; scores all of it.",
+    description="Trains on captioned scenes of moving things; makes videos from captions and first frames, edits "
+    "clips, trains an adapter for one more thing, and scores all of them.",
 )
 def main(options: ShapesOptions) -> int:
     """Runs `megadit demo-shapes`; returns its exit code."""
