@@ -2,7 +2,7 @@
 
     megadit benchmark cpu --threads 1 --rounds 7 --json figures.json
 
-Both networks have equal width, depth, heads, tokens and text, and random weights. The contestants take turns, so that
+Both networks have equal width, depth, heads, tokens and text, and random weights. The candidates take turns, so that
 each round gives a ratio to diffusers' network in torch; figures: infer/BENCHMARKS.md.
 """
 
@@ -83,7 +83,7 @@ class DiffusersDenoiser(nn.Module):
         return c_skip * x + c_out * self._call(self.network, inputs)
 
 
-def contestants(setting: Setting, folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def candidates(setting: Setting, folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """(name, a call that samples once): both networks under each runtime that is installed."""
     ours, theirs = networks(setting, torch.float32)
     inputs = Inputs.of(setting, torch.float32)
@@ -143,9 +143,9 @@ def _dtype(x: Tensor) -> str:
 
 
 def measure(setting: Setting, rounds: int) -> list[Timed]:
-    """Sampling calls of all contestants, then a training step of each network."""
+    """Sampling calls of all candidates, then a training step of each network."""
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(freezing=True):
-        calls = dict(contestants(setting, Path(folder)))
+        calls = dict(candidates(setting, Path(folder)))
         exact = {who: calls[f"{who}, torch"]() for who in ("diffusers", "megadit")}
         errors = {name: _error(call(), exact[re.split(" in |,", name)[0]]) for name, call in calls.items()}
         seconds = in_turns(calls, rounds, _processor_seconds, "timing sampling calls")
@@ -195,5 +195,5 @@ def main(options: BenchmarkOptions) -> None:
     print(describe_in_words(about))
     if options.json:
         rows = [asdict(one) | {"ratio": statistics.median(one.ratios)} for one in timed]
-        write_json(options.json, {"machine": about, "contestants": rows})
+        write_json(options.json, {"machine": about, "candidates": rows})
         print(options.json)

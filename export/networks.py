@@ -14,7 +14,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.unet import UNetConfig
 from megadit.models.diffusion.parameterization import EDMDenoiser
-from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
+from megadit.models.lora.inputs import AdapterInputLinears, AdapterInputs
 from megadit.models.networks.conditioning import CleanLatents, Conditioning, conditioning_tokens
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.segments import OpenRows
@@ -34,7 +34,7 @@ class DenoiserGraph(nn.Module):
         """`slots` are the adapter inputs (`AdapterInputs.inputs`), which come after the others."""
         super().__init__()
         self.denoiser = denoiser
-        self.filled = nullcontext if slots is None else SlottedLinears(denoiser.dit, slots).filled
+        self.filled = nullcontext if slots is None else AdapterInputLinears(denoiser.dit, slots).filled
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
         guidance, adapters = self.split_guidance(more)

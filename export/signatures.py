@@ -150,7 +150,7 @@ def specs(
         **{name: conditions[name] for name in config.conditions},
         **(clean if conditionings else {}),
     }
-    further = () if slots is None else slot_tensors(slots, batch)
+    further = () if slots is None else adapter_input_tensors(slots, batch)
     free = (replace(axis, step=1) for axis in latent[1:])  # a tokenizer's networks have no patches
     networks = texts | {
         **{name: _network(name, seen_by_denoisers, further=further) for name in denoisers},
@@ -196,7 +196,7 @@ def _network(name: str, inputs: Mapping[str, dict[str, Any]], further: tuple[Ten
     return NetworkSpec(name=name, inputs=tensors + further, output=OUTPUTS[name])
 
 
-def slot_tensors(slots: AdapterInputs, batch: Axis) -> tuple[TensorSpec, ...]:
+def adapter_input_tensors(slots: AdapterInputs, batch: Axis) -> tuple[TensorSpec, ...]:
     """Adapter inputs, for each sample of a batch."""
     return tuple(TensorSpec(name=name, dtype="float32", axes=(batch, *sides)) for name, sides in slots.inputs.items())
 

@@ -208,7 +208,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return has_its_type or any(words in str(error) for words in NO_MEMORY)
 
 
-def said_of_memory(error: Exception) -> str:
+def memory_message(error: Exception) -> str:
     """Return the first line of an out-of-memory error."""
     return str(error).partition("\n")[0] or type(error).__name__
 
@@ -227,7 +227,7 @@ def enough_memory(remedy: str) -> Iterator[None]:
     except Exception as error:  # each library has its own class
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"not enough memory ({said_of_memory(error)}): {remedy}") from error
+        raise UserError(f"not enough memory ({memory_message(error)}): {remedy}") from error
 
 
 def describe(device: torch.device) -> dict[str, Any]:

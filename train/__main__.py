@@ -178,7 +178,7 @@ def _asks_planner(options: TrainOptions) -> bool:
 
 # --- Conversion of epochs to steps ------------------------------------------------------------------------------------
 
-LOOKED_AT = 1000
+MOST_PROBED = 1000
 """Number of samples whose sizes decide the estimate of samples per pack."""
 
 
@@ -186,7 +186,7 @@ def with_epochs(config: RunConfig) -> RunConfig:
     """`config` with `train.max_epochs`, if set, replaced by the corresponding `train.train_iters`.
 
     An epoch is as many samples as the training split has. Samples per step are estimated by packing the first
-    `LOOKED_AT` by their video tokens; if texts fill packs first, the run sees fewer samples.
+    `MOST_PROBED` by their video tokens; if texts fill packs first, the run sees fewer samples.
 
     Raises:
         UserError: if the number of samples is not known, or none of them has a valid size.
@@ -223,7 +223,7 @@ def _samples_of_a_pack(config: RunConfig, info) -> float:
 
     tokenizer, capacity = load_tokenizer(info.tokenizer_folder), config.data.seq_length
     lengths = []
-    for sample in islice(iter_descriptions(info.root, "train"), LOOKED_AT):
+    for sample in islice(iter_descriptions(info.root, "train"), MOST_PROBED):
         with suppress(UserError):  # invalid size: readers leave it out, too
             frames, *sides = tokenizer.latent_shape(sample.num_frames, sample.height, sample.width)[-3:]
             tokens = prod(config.model.sample_grid(min(frames, config.data.max_frames or frames), *sides))

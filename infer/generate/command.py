@@ -34,7 +34,7 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
 from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows, windows_of
-from megadit.infer.runtimes.load import adapter_inputs, taken, weaker_bundle
+from megadit.infer.runtimes.load import adapter_inputs, autoguidance_bundle, taken
 from megadit.infer.runtimes.options import AUTO, chosen_dtype, print_dtype
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device, find_dtype, use_device
@@ -138,7 +138,7 @@ def _check_videos(
         if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
         if settings.autoguidance:
-            weaker_bundle(settings.autoguidance, bundle)
+            autoguidance_bundle(settings.autoguidance, bundle)
     # adapters do not record the sizes they were trained on
     prompts = [spec.prompt for spec in specs if not spec.adapters]
     for warning in (unseen_words(prompts, bundle.path), far_longer(prompts, bundle.longest_caption)):

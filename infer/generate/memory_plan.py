@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megadit.infer.pipeline.batches import batch_size
-from megadit.infer.runtimes.load import weaker_bundle
+from megadit.infer.runtimes.load import autoguidance_bundle
 from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.torch import CACHE_BYTES
 from megadit.infer.sampling.resolve import latent_size
@@ -104,7 +104,7 @@ def plan_memory(
     Raises:
         UserError: for a size that cannot be made.
     """
-    bundles = [bundle, *([weaker_bundle(settings.autoguidance, bundle)] if settings.autoguidance else [])]
+    bundles = [bundle, *([autoguidance_bundle(settings.autoguidance, bundle)] if settings.autoguidance else [])]
     networks = [_network_bytes(each.config, choices) for each in bundles for _ in each.networks]
     return MemoryPlan(
         network=sum(here for here, _ in networks),

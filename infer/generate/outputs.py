@@ -209,8 +209,8 @@ def read_record(path: str) -> dict[str, Any]:
     if file.is_dir():
         file = next(iter(sorted(file.glob("00000.*"))), record_path(file))
     if file.suffix.lower() in (RECORD_SUFFIX, LATENTS_SUFFIX):
-        beside = file if file.suffix.lower() == RECORD_SUFFIX else record_path(file)
-        record = read_json(beside, max_bytes=_MAX_RECORD_BYTES)
+        record_file = file if file.suffix.lower() == RECORD_SUFFIX else record_path(file)
+        record = read_json(record_file, max_bytes=_MAX_RECORD_BYTES)
     else:
         comment = read_comment(file)
         try:

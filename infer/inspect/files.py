@@ -20,7 +20,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.tar_files import UntrustedTarFile, latent_shapes
 
 MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-LOOKED_AT = 500
+MOST_PROBED = 500
 """Most samples of a data set to read."""
 MOST_SIZES = 6
 EXAMPLES = 3
@@ -56,7 +56,7 @@ def _codec(path: Path) -> str | None:
 
 def describe_samples(dataset: Path) -> dict[str, str | None]:
     """Sizes, lengths and captions of the first training samples, in words; {} if there are none."""
-    found = list(islice(_descriptions(dataset), LOOKED_AT))
+    found = list(islice(_descriptions(dataset), MOST_PROBED))
     if not found:
         return {}
     sizes = Counter(f"{_shown(one.get('height', '?'))}x{_shown(one.get('width', '?'))}" for one in found)
@@ -86,7 +86,7 @@ def _longest(found: list[dict[str, Any]]) -> str | None:
 def _imbalance(dataset: Path) -> str | None:
     """The work of a pack of the longest latents over the mean of packs of as many tokens; None for equal sizes."""
     shards = sorted(dataset.glob("train-*.tar"))
-    shapes = islice((shape for shard in shards for shape in latent_shapes(shard)), LOOKED_AT)
+    shapes = islice((shape for shard in shards for shape in latent_shapes(shard)), MOST_PROBED)
     segments = [Segment((frames, -(-height // 2), -(-width // 2)), 1) for frames, height, width in shapes]
     if len({segment.num_tokens for segment in segments}) < 2:
         return None

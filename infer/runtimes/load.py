@@ -286,7 +286,7 @@ class ExpertDenoiser:
 # --- weaker checkpoints, for autoguidance ----------------------------------------------------------------------
 
 
-def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
+def autoguidance_bundle(path: str, bundle: Bundle) -> Bundle:
     """The bundle of a weaker checkpoint for autoguidance.
 
     Raises:
@@ -311,12 +311,12 @@ class WeakerDenoisers:
     _cached: dict[str, Denoiser] = field(default_factory=dict)
 
     def __call__(self, path: str) -> Denoiser:
-        """Raises UserError: as `weaker_bundle`."""
+        """Raises UserError: as `autoguidance_bundle`."""
         if path not in self._cached:
-            self._cached = {path: self.load(weaker_bundle(path, self.bundle))}
+            self._cached = {path: self.load(autoguidance_bundle(path, self.bundle))}
         return self._cached[path]
 
 
-def no_weaker_denoiser(path: str) -> Denoiser:
+def no_autoguidance_denoiser(path: str) -> Denoiser:
     """Raises UserError: the pipeline opens no path."""
     raise UserError(f"autoguidance={path}: this pipeline cannot load a second checkpoint")

@@ -184,7 +184,7 @@ class AdapterInputs:
         return inputs
 
 
-class SlottedLinears:
+class AdapterInputLinears:
     """The linears of a network that adapter inputs are attached to."""
 
     def __init__(self, dit: SavedNetwork, slots: AdapterInputs) -> None:

@@ -40,7 +40,7 @@ def install() -> None:
     _redirect_tensor_methods()
     _stand_in_for_cuda()
     _pad_uneven_all_gather()
-    _quieten()
+    _silence()
     _import_without_compiler()
 
 
@@ -167,7 +167,7 @@ def _import_without_compiler() -> None:
             del sys.modules["wandb"]
 
 
-def _quieten() -> None:
+def _silence() -> None:
     """Hide Megatron's advice on faster GPU kernels, which does not concern a CPU."""
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")

@@ -31,27 +31,27 @@ MARGIN = 0.1
 INSTRUCTIONS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that keep the libraries from using all that a processor has."""
 
-Contestants = Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
+Candidates = Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
 
 
 class Crossover:
     """The smallest size at which a variant pays: `size`, `NEVER` where it does not."""
 
-    def __init__(self, name: str, sizes: tuple[int, ...], contestants: Contestants, rule: Callable[[], float]) -> None:
+    def __init__(self, name: str, sizes: tuple[int, ...], candidates: Candidates, rule: Callable[[], float]) -> None:
         """
         Args:
             name: its name in `CROSSOVERS` and in the cache.
             sizes: those that are timed, ascending.
-            contestants: size -> (calls the variant, calls what is used instead).
+            candidates: size -> (calls the variant, calls what is used instead).
             rule: the size where nothing was measured.
         """
-        self.name, self._sizes, self._contestants, self._rule = name, sizes, contestants, rule
+        self.name, self._sizes, self._candidates, self._rule = name, sizes, candidates, rule
         self.size = rule()
         CROSSOVERS[name] = self
 
     def measure(self) -> float:
         """The size that loses least in all that were timed; the rule's, unless it loses noticeably more."""
-        ratios = {size: _ratio(*self._contestants(size)) for size in self._sizes}
+        ratios = {size: _ratio(*self._candidates(size)) for size in self._sizes}
 
         def cost(crossover: float) -> float:
             return sum(math.log(ratio) for size, ratio in ratios.items() if size >= crossover)

@@ -31,7 +31,7 @@ MOST_THREADS = 2
 """Maximum threads for which it was measured."""
 
 
-def _contestants(num_scores: int) -> tuple[Callable, Callable]:
+def _candidates(num_scores: int) -> tuple[Callable, Callable]:
     """Attention of one head of 64 by tiles and by torch."""
     q, k, v = torch.randn(3, 1, 1, math.isqrt(num_scores), 64)
     return lambda: TiledAttention.apply(q, k, v), lambda: F.scaled_dot_product_attention(q, k, v)
@@ -40,7 +40,7 @@ def _contestants(num_scores: int) -> tuple[Callable, Callable]:
 CROSSOVER = Crossover(
     "attention by tiles",
     tuple(tokens**2 for tokens in (512, 1024)) if SIZES else (),
-    _contestants,
+    _candidates,
     lambda: FEWEST**2 if is_mkl_slow() else NEVER,
 )
 """Number of scores of a head from which on tiles are faster than torch's own kernel."""

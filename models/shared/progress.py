@@ -96,8 +96,8 @@ class Progress:
         since, at = self._marks[-1] if self.completed > self._marks[-1][1] else self._marks[0]
         if self.completed <= at:
             return None
-        pace = (self._last_advance - since) / (self.completed - at)
-        return max(0.0, pace * (self.total - self.completed) - (time.monotonic() - self._last_advance))
+        seconds_per_item = (self._last_advance - since) / (self.completed - at)
+        return max(0.0, seconds_per_item * (self.total - self.completed) - (time.monotonic() - self._last_advance))
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()

@@ -54,9 +54,9 @@ def weight_files(directory: Path, *stems: str) -> list[Path]:
 def _shard(directory: Path, name: str) -> Path:
     """A file that an index lists, or else the one of its name beside the index, which may be of another folder."""
     is_there = is_inner_name(name) and (directory / name).is_file()
-    beside = directory / Path(name).name
-    is_moved = not is_there and is_possible_name(name) and ".." not in Path(name).parts and beside.is_file()
-    return beside if is_moved else inner_path(directory, name, follow_links=True)
+    sibling = directory / Path(name).name
+    is_moved = not is_there and is_possible_name(name) and ".." not in Path(name).parts and sibling.is_file()
+    return sibling if is_moved else inner_path(directory, name, follow_links=True)
 
 
 def open_weights(paths: list[Path]) -> TensorSource:

@@ -208,7 +208,7 @@ class Gateway:
         free = [self.results.free_bytes(), *([shutil.disk_usage(folder).free] if folder else [])]
         return min(free) >= self.settings.min_free_bytes
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         """Removes expired videos, and files of requests whose jobs have ended."""
         while self.undecided:
             job_id, name = self.undecided[0]
@@ -236,7 +236,7 @@ class Gateway:
                         log("job interrupted", job=job.id, reason=f"the gateway {dead} ended")
                     self._heart.bury(dead)
                 self.runner.recover()
-                self.tidy()
+                self.clean_up()
                 if beat % _BEATS_BETWEEN_PURGES == 0:
                     self.store.purge(self.settings.history_seconds)
                     self.adapters.sweep(self._is_revoked)

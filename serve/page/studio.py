@@ -64,7 +64,7 @@ class Studio:
         self.variants = variants_of(client)
         self.media = MediaReader(self.info.limits)
         self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
-        self._takes_kept: deque[Path] = deque()
+        self._stored_videos: deque[Path] = deque()
         self._max_cached = max_cached
         self._running: dict[str, list[Generation]] = {}
         self._lock = threading.Lock()
@@ -184,9 +184,9 @@ class Studio:
         frames, fps = read_video(take.path)
         enlarged = frames.repeat(factor := max(1, 128 // frames.shape[1]), axis=1).repeat(factor, axis=2)
         write_video(take.picture, enlarged, fps or 1)
-        self._takes_kept.append(folder)
-        if len(self._takes_kept) > self._max_cached:
-            shutil.rmtree(self._takes_kept.popleft(), ignore_errors=True)
+        self._stored_videos.append(folder)
+        if len(self._stored_videos) > self._max_cached:
+            shutil.rmtree(self._stored_videos.popleft(), ignore_errors=True)
         return take
 
     def _measure(self) -> float:

@@ -27,7 +27,7 @@ def test_every_contestant_samples_and_is_compared(small, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["benchmark", "cpu", "--rounds", "2", "--threads", "1", "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
-    found = {one["name"]: one for one in figures["contestants"]}
+    found = {one["name"]: one for one in figures["candidates"]}
     runtimes = ("torch", "ONNX Runtime", "OpenVINO", "torch.compile with freezing")
     assert found.keys() == {
         *(f"{who}, {runtime}" for who in ("megadit", "diffusers") for runtime in runtimes),

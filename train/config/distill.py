@@ -108,7 +108,7 @@ class DistillConfig:
     def passes_through_stages(self, student: NetworkConfig) -> bool:
         """Whether pipeline stages can compute the objective: networks are asked once for each pack, at one input."""
         return self.objective == "regression" or (
-            self.objective in WITH_TEACHERS and not self.asks_twice(student, None)
+            self.objective in WITH_TEACHERS and not self.needs_two_passes(student, None)
         )
 
     @property
@@ -116,7 +116,7 @@ class DistillConfig:
         """Networks whose activations pipeline stages exchange."""
         return 2 if self.objective in WITH_TEACHERS else 1
 
-    def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
+    def needs_two_passes(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
         """Whether guidance takes two forward passes of the teacher (not if it is guidance-distilled; None: unknown)."""
         has_guidance_embedding = teacher is not None and teacher.guidance_embedding_range is not None
         return not has_guidance_embedding and (self.guidance != 1 or student.guidance_embedding_range is not None)

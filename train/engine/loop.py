@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megadit.models.machine import is_out_of_memory, peak_flops, said_of_memory
+from megadit.models.machine import is_out_of_memory, memory_message, peak_flops
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.shared.cli.command import StopRequest
@@ -98,7 +98,7 @@ def _sole_writer(config: RunConfig, groups: Groups) -> Iterator[Fence]:
 
 def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
     """End this rank; the watchdogs of the others report it."""
-    data, said = config.data, said_of_memory(error)
+    data, said = config.data, memory_message(error)
     print(
         f"error: no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
         f"{data.micro_batch_size} at a time ({said}); lower these, or recompute (parallel.recompute_granularity=auto); "

@@ -112,7 +112,7 @@ class Teacher:
 
 def start_processes(config: RunConfig) -> Groups:
     """Set threads, and create the process groups of a run."""
-    _quieten_megatron()
+    _silence_megatron()
     check_layout(config, process_groups.world_size())
     torch.set_num_threads(config.train.num_threads or threads_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     _set_matmul_precision(config.train.matmul_precision)
@@ -165,7 +165,7 @@ def _set_matmul_precision(precision: MatmulPrecision) -> None:
         torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
-def _quieten_megatron() -> None:
+def _silence_megatron() -> None:
     """Silence Megatron's log and its deprecation warnings about torch functions, which help no user."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="megatron")
@@ -219,7 +219,7 @@ def _with_teacher(training: Training) -> Training:
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
     return replace(
         training,
-        teacher=Teacher(frozen, teacher.fingerprint, asked.asks_twice(config.model, teacher.config)),
+        teacher=Teacher(frozen, teacher.fingerprint, asked.needs_two_passes(config.model, teacher.config)),
         critic=critic,
         tensors=replace(training.tensors, others=others),
     )

@@ -165,7 +165,7 @@ def _update(training: Training, step: int, detector: AnomalyDetector, norm: floa
         scale = scaler.scale.item()
         is_updated, norm, _ = optimizer.step()
         return (norm, detector.gradient(step, norm)) if is_updated else (math.inf, detector.overflow(step, scale))
-    if detector.looks_before_update:
+    if detector.checks_before_update:
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if (anomaly := detector.gradient(step, norm)) is not None:

@@ -47,7 +47,7 @@ class AnomalyDetector:
         self._recent = recent_losses
 
     @property
-    def looks_before_update(self) -> bool:
+    def checks_before_update(self) -> bool:
         """Whether gradients must be checked before the update (not needed if the run stops anyway)."""
         return self._config.on_not_finite != "stop"
 

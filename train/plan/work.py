@@ -195,7 +195,7 @@ def _forwards_of_distillation(config: RunConfig) -> float:
     if distill is None:
         return 0
     teacher = Bundle.open(distill.teacher).config if is_bundle(distill.teacher) else None
-    return distill.forwards(distill.asks_twice(config.model, teacher))
+    return distill.forwards(distill.needs_two_passes(config.model, teacher))
 
 
 def num_self_attentions(model: DiTConfig) -> int:

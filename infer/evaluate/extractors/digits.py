@@ -95,7 +95,7 @@ class DigitPictures:
         self.width = _NUM_OTHERS + reader.num_classes
 
     def __call__(self, video_BTHWC: Tensor) -> Tensor:
-        return _looks(self.reader, _scaled(video_BTHWC))[:, 0]
+        return _frame_features(self.reader, _scaled(video_BTHWC))[:, 0]
 
 
 class DigitClips:
@@ -114,12 +114,12 @@ class DigitClips:
 
     def __call__(self, video_BTHWC: Tensor) -> Tensor:
         video_BCTHW = _scaled(video_BTHWC)
-        looks_BTD = _looks(self.reader, video_BCTHW)
+        features_BTD = _frame_features(self.reader, video_BCTHW)
         stroke_BTHW = strokes(video_BCTHW)
         centre_BT2 = centres_of_mass(stroke_BTHW.flatten(0, 1)).reshape(*stroke_BTHW.shape[:2], 2)
         step_BT2 = centre_BT2.diff(dim=1)
-        change = [looks_BTD.diff(dim=1).abs().mean(1), step_BT2.mean(1), step_BT2.diff(dim=1).abs().mean(1)]
-        return torch.cat([looks_BTD.mean(1), *change], dim=1)
+        change = [features_BTD.diff(dim=1).abs().mean(1), step_BT2.mean(1), step_BT2.diff(dim=1).abs().mean(1)]
+        return torch.cat([features_BTD.mean(1), *change], dim=1)
 
 
 def _scaled(video_BTHWC: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _scaled(video_BTHWC: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _looks(reader: DigitReader, video_BCTHW: Tensor) -> Tensor:
+def _frame_features(reader: DigitReader, video_BCTHW: Tensor) -> Tensor:
     """Features of each frame, [B, T, 36 + classes]."""
     stroke_BTHW = strokes(video_BCTHW)
     last_ND = reader.features(centred_crops(stroke_BTHW.flatten(0, 1)))

@@ -73,7 +73,7 @@ class Webhooks:
         """Sends one key's webhooks, until a call fails or its turn is over."""
         end = time.monotonic() + _SECONDS_OF_A_TURN
         try:
-            key, jobs, known = self._keys.find(key_id), self._store.untold(key_id), self._tries.pop(key_id, {})
+            key, jobs, known = self._keys.find(key_id), self._store.undelivered(key_id), self._tries.pop(key_id, {})
             tries = self._tries[key_id] = {job.id: known[job.id] for job in jobs if job.id in known}
             for job in jobs:
                 is_due = tries.get(job.id, (0, 0.0))[1] <= time.monotonic()

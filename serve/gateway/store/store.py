@@ -265,8 +265,8 @@ class JobStore:
         """Puts the running jobs of a dead gateway back into the queue, any number of times: they are not at fault."""
         jobs = [job for job in self.running(owner) if self.requeue(job)]
         with self._database.writing() as connection:  # its webhooks become those of this gateway
-            untold = and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
-            connection.execute(update(JOBS).where(untold).values(owner=self.owner))
+            undelivered = and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
+            connection.execute(update(JOBS).where(undelivered).values(owner=self.owner))
         return jobs
 
     def _change(self, job: Job, values: Callable[[float], dict[str, Any]], preview: bytes = b"") -> bool:
@@ -289,19 +289,19 @@ class JobStore:
     def keys_to_call(self) -> list[str]:
         """Keys with undelivered webhooks of jobs that this gateway ended."""
         with self._database.reading() as connection:
-            return list(connection.execute(select(JOBS.c.key_id).where(self._is_untold()).distinct()).scalars())
+            return list(connection.execute(select(JOBS.c.key_id).where(self._is_undelivered()).distinct()).scalars())
 
     def has_unfinished(self) -> bool:
         """Whether running jobs or undelivered webhooks of this gateway are left."""
         return bool(self.running(self.owner) or self.keys_to_call())
 
-    def untold(self, key_id: str) -> list[Job]:
+    def undelivered(self, key_id: str) -> list[Job]:
         """The oldest jobs of a key with undelivered webhooks."""
         with self._database.reading() as connection:
-            untold = select(JOBS).where(self._is_untold(), JOBS.c.key_id == key_id).order_by(JOBS.c.number)
-            return [job_of(row) for row in connection.execute(untold.limit(_AT_ONCE))]
+            undelivered = select(JOBS).where(self._is_undelivered(), JOBS.c.key_id == key_id).order_by(JOBS.c.number)
+            return [job_of(row) for row in connection.execute(undelivered.limit(_AT_ONCE))]
 
-    def _is_untold(self) -> ColumnElement[bool]:
+    def _is_undelivered(self) -> ColumnElement[bool]:
         return and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
 
     def with_webhook(self) -> list[tuple[Job, str]]:

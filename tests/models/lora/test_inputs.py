@@ -7,7 +7,7 @@ import torch
 
 from megadit.models.diffusion.parameterization import EDMDenoiser
 from megadit.models.lora.adapters import adapter_state, load_adapter, remove, set_scale
-from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
+from megadit.models.lora.inputs import AdapterInputLinears, AdapterInputs
 from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
@@ -42,7 +42,7 @@ def test_slots_are_adapters(name, dtype):
     dit = network(name).to(dtype)
     base = output(dit)
     states, slots = adapters_of(dit)
-    slotted = SlottedLinears(dit, slots)
+    slotted = AdapterInputLinears(dit, slots)
     inputs = filled(slots, states)
     with slotted.filled(tuple(inputs.values())):
         found = output(dit)
@@ -72,7 +72,7 @@ def test_conditions_that_come_twice_get_the_adapters_of_their_samples():
     text_BLE = torch.rand(2, 3, dit.config.crossattn_emb_size, generator=generator)
     conditioning = Conditioning(text_BLE, torch.tensor([3, 0]), torch.tensor([8.0, 8.0]), clean=given)
     states, slots = adapters_of(dit)
-    with SlottedLinears(dit, slots).filled(tuple(filled(slots, states).values())):
+    with AdapterInputLinears(dit, slots).filled(tuple(filled(slots, states).values())):
         found = denoiser(x_BCTHW, torch.tensor([1.0, 2.0]), conditioning)
     base = denoiser(x_BCTHW, torch.tensor([1.0, 2.0]), conditioning)
     for name, state in states.items():

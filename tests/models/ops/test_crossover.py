@@ -40,7 +40,7 @@ def ratios(monkeypatch):
 
     monkeypatch.setattr(crossover, "_ratio", ratio)
     for name, one in CROSSOVERS.items():
-        monkeypatch.setattr(one, "_contestants", lambda size, name=name: (name, size))
+        monkeypatch.setattr(one, "_candidates", lambda size, name=name: (name, size))
         monkeypatch.setattr(one, "_sizes", SIZES)
         monkeypatch.setattr(one, "_rule", lambda: SIZES[1])
     said["races"] = races

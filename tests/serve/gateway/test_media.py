@@ -89,12 +89,12 @@ def test_files_are_kept_with_their_job_and_gone_with_its_end(client, gateway, tm
     client.delete(f"/v1/videos/{second}")
     job = gateway.store.claim(MODELS)
     gateway.store.interrupt(job)
-    gateway.tidy()
+    gateway.clean_up()
     assert kept() == [".given"], "a job that is made again finds them"
     job = gateway.store.claim(MODELS)
     assert Runner._request(gateway.runner, job).image == PNG
     gateway.store.complete(job, gateway.results.put(job.id, b"made", "video/mp4"), seconds_to_live=1000)
-    gateway.tidy()
+    gateway.clean_up()
     assert kept() == [".mp4"] and gateway.store.ended_with_conditioning() == []
 
 

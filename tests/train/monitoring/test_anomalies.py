@@ -30,7 +30,9 @@ def test_a_spike_is_measured_against_the_usual_loss():
 def test_only_what_is_asked_for_is_looked_at():
     judge = AnomalyDetector(HealthConfig(), [])
     assert all(judge.loss(step, loss) is None for step, loss in enumerate([1.0] * 200 + [1e6]))
-    assert not judge.looks_before_update and AnomalyDetector(HealthConfig(on_not_finite="skip"), []).looks_before_update
+    assert (
+        not judge.checks_before_update and AnomalyDetector(HealthConfig(on_not_finite="skip"), []).checks_before_update
+    )
     for bad in (float("nan"), float("inf")):
         assert judge.loss(3, bad).remedy == "stop" and judge.gradient(3, bad).remedy == "stop"
     assert judge.gradient(3, 1e6) is None

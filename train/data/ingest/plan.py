@@ -335,7 +335,7 @@ class Notes:
             with suppress(OSError):
                 self.root.rmdir()
 
-    def forget_made(self) -> None:
+    def forget_results(self) -> None:
         """Remove all results; the request, fetched files and annotation caches remain."""
         self._keep_only()
 

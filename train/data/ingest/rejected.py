@@ -11,7 +11,7 @@ from PIL import Image
 
 from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.files import atomic_directory
-from megadit.train.data.ingest.clips.decode import read_glimpse
+from megadit.train.data.ingest.clips.decode import read_preview
 from megadit.train.data.ingest.lines import Lines, read_lines, write_lines
 from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, skip_from_json, source_from_json
 from megadit.train.data.ingest.pool import Pool
@@ -38,7 +38,7 @@ def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None
     examples = [Example(skip, sources.get(skip.source)) for skip in chosen]
     with atomic_directory(notes.left_out) as folder, Pool(num_workers) as pool:
         write_lines(folder / "left_out.jsonl", chosen)
-        pictures = pool.map(partial(_glimpse, settings=settings), examples, _nothing)
+        pictures = pool.map(partial(_preview, settings=settings), examples, _nothing)
         for number, picture_HWC in enumerate(pictures):
             if picture_HWC is not None:
                 Image.fromarray(picture_HWC).save(folder / f"{number}.jpg", quality=85)
@@ -57,12 +57,12 @@ def choose(skips: Sequence[Skip]) -> list[Skip]:
     ]
 
 
-def _glimpse(examples: Example, settings: Settings) -> np.ndarray | None:
+def _preview(examples: Example, settings: Settings) -> np.ndarray | None:
     if examples.source is None:
         return None
     try:
         middle = examples.skip.start + examples.skip.seconds / 2
-        return read_glimpse(examples.source, settings, middle, HEIGHT)
+        return read_preview(examples.source, settings, middle, HEIGHT)
     except UnusableSourceError:  # which may be why it was left out
         return None
 

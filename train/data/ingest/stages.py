@@ -156,7 +156,7 @@ def go_on(preparation: Preparation) -> None:
         )
     print(f"updating: {found}", flush=True)
     keep_findings(notes)
-    notes.forget_made()
+    notes.forget_results()
     notes.scores.unlink(missing_ok=True)  # captions may have changed
     write_listing(preparation, listing)
 
@@ -169,7 +169,7 @@ def write_listing(preparation: Preparation, listing: Listing) -> None:
         before = map(source_from_json, read_lines(notes.sources))
         if all(old == new for old, new in zip_longest(before, listing.sources)):
             return
-        notes.forget_made()
+        notes.forget_results()
     listing.skips.write(notes.skipped)
     listing.not_used.write(notes.not_used)
     listing.remarks.write(notes.remarks)

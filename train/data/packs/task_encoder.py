@@ -38,7 +38,7 @@ class RefusedSamples:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._untold: Counter[str] = Counter()
+        self._unreported: Counter[str] = Counter()
         self._shards: Counter[str] = Counter()
         """Unreadable samples since the last good one, by shard."""
         self._untold_shards: list[str] = []
@@ -50,13 +50,13 @@ class RefusedSamples:
 
     def take(self) -> dict[str, tuple[Any, ...]]:
         """Numbers of rejected samples since the last call, in the order of `REFUSALS`, and their shards."""
-        untold, self._untold = self._untold, Counter()
+        unreported, self._unreported = self._unreported, Counter()
         shards, self._untold_shards = self._untold_shards, []
-        return {"refused": tuple(untold[kind] for kind in REFUSALS), "unreadable_shards": tuple(shards)}
+        return {"refused": tuple(unreported[kind] for kind in REFUSALS), "unreadable_shards": tuple(shards)}
 
     def refuse(self, sample_id: str, kind: str, reason: str, detail: str = "", shard: str = "") -> NoReturn:
         """Raises SkipSample."""
-        self._untold[kind] += 1
+        self._unreported[kind] += 1
         if shard:
             self._shards[shard] += 1
             self._untold_shards.append(shard)

@@ -118,18 +118,18 @@ def give_rewards(weights: Mapping[str, float], group_size: int, folder: Path) ->
         write_json(folder / SCORES_FILE, _summary(known.values(), scores_N, found.values()))
         write_json(folder / REWARDS_FILE, found)
     reward_of = read_json(folder / REWARDS_FILE)
-    given = [reward for reward in reward_of.values() if reward is not None]
-    if not given:
+    all_rewards = [reward for reward in reward_of.values() if reward is not None]
+    if not all_rewards:
         shutil.rmtree(folder)  # nothing in it can be learnt from, and another attempt shall not find it
         raise UserError(
             f"none of {len(reward_of)} videos has a reward: the scorers must return {', '.join(weights)}; their "
             "errors are above"
         )
-    if len({*given}) == 1:
+    if len({*all_rewards}) == 1:
         print("all scores of each group are equal: there is nothing to learn")
     for path in shards:
         write_members(path, _rewarded([*_samples(path)], reward_of))
-    return len(given)
+    return len(all_rewards)
 
 
 def _samples(path: Path) -> Iterator[tuple[str, dict[str, Any], bytes]]:

@@ -150,7 +150,7 @@ def captions(attributes: Attributes, split: Split) -> tuple[str, ...]:
     directions = ("",) if attributes.direction is None else DIRECTION_WORDINGS[attributes.direction]
     paces = ("",) if attributes.speed is None else ("", PACES[attributes.speed])
     worded = (
-        _tidy(wording.format(digit=digit, colour=attributes.colour, direction=direction, pace=pace))
+        _with_articles(wording.format(digit=digit, colour=attributes.colour, direction=direction, pace=pace))
         for wording, digit, direction, pace in product(wordings, digit_words, directions, paces)
     )
     return tuple(caption for caption in worded if _is_heldout(caption) == (split == "heldout"))
@@ -170,7 +170,7 @@ def attributes_in(prompt: str) -> Attributes | None:
     return Attributes(digit=digit, colour=colour, direction=direction)
 
 
-def _tidy(caption: str) -> str:
+def _with_articles(caption: str) -> str:
     return re.sub(r"\ba (?=eight|8)", "an ", " ".join(caption.split()))
 
 

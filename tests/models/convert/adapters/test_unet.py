@@ -20,7 +20,7 @@ from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapt
 from megadit.models.convert.merging.merge import merge_bundle
 from megadit.models.convert.stable_diffusion import original_entries
 from megadit.models.lora.adapters import load_adapter, set_scale, targets_of
-from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
+from megadit.models.lora.inputs import AdapterInputLinears, AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.components import config_to_dict
@@ -180,7 +180,7 @@ def test_slots_of_exported_networks_are_adapters(made, kind):
     base, scale_B = network(x, steps, conditioning), torch.tensor([0.8, -0.5])
     slots = AdapterInputs(config=bundle.config, rank=RANK + 1, targets=("*",))
     state, about = random_state(slots, RANK, seed=0), AdapterConfig(rank=RANK, alpha=ALPHA, targets=("*",))
-    inputs, slotted = slots.filled(2, [(slots.packed(state, about), scale_B)]), SlottedLinears(network, slots)
+    inputs, slotted = slots.filled(2, [(slots.packed(state, about), scale_B)]), AdapterInputLinears(network, slots)
     with slotted.filled(tuple(inputs.values())):
         found = network(x, steps, conditioning)
     with slotted.filled(tuple(torch.zeros_like(value) for value in inputs.values())):

@@ -197,9 +197,9 @@ def test_files_of_a_job_that_may_be_stored_are_kept(gateway, key, monkeypatch, i
     with pytest.raises(OperationalError):
         _stored(gateway, key, new)
     assert len(gateway.results._names()) == 1
-    gateway.tidy()
+    gateway.clean_up()
     assert len(gateway.results._names()) == is_done
-    gateway.tidy()
+    gateway.clean_up()
     if is_done:
         assert gateway.results.conditioning(gateway.store.claim(MODELS))
 

@@ -132,9 +132,9 @@ def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, ca
 def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):
     key, *_ = ended("http://127.0.0.1:1/hook")
     other = JobStore(gateway.database, owner="other")
-    assert other.keys_to_call() == [] and other.untold(key.id) == []
+    assert other.keys_to_call() == [] and other.undelivered(key.id) == []
     other.interrupt_all(gateway.store.owner)
-    assert len(other.untold(key.id)) == 2 and gateway.store.untold(key.id) == []
+    assert len(other.undelivered(key.id)) == 2 and gateway.store.undelivered(key.id) == []
     assert (other.keys_to_call(), gateway.store.keys_to_call()) == ([key.id], [])
 
 
@@ -151,7 +151,7 @@ def test_an_address_that_never_answers_or_never_stops_holds_nothing_up(gateway, 
             connection = endless.accept()[0]
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")
         eventually(lambda: gateway.store.keys_to_call() == [deaf.id])
-        assert len(gateway.store.untold(deaf.id)) == 10
+        assert len(gateway.store.undelivered(deaf.id)) == 10
         silent.accept()[0].close()
     sender.stop()
     assert gateway.metrics.webhooks.labels("delivered")._value.get() == 2

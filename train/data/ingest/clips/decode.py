@@ -210,7 +210,7 @@ def read_frames(
     raise UnusableSourceError("changed", f"frames that were there are gone; was {source.path} replaced?")
 
 
-def read_glimpse(source: Source, settings: Settings, seconds: float, height: int) -> np.ndarray:
+def read_preview(source: Source, settings: Settings, seconds: float, height: int) -> np.ndarray:
     """Decode the frame at `seconds` after the beginning, or the last one, in its own aspect ratio: uint8 HWC.
 
     Raises:
@@ -218,7 +218,7 @@ def read_glimpse(source: Source, settings: Settings, seconds: float, height: int
     """
     if source.kind == "image":
         image = read_image(source, settings)
-        return fit_image(image, height, _glimpse_width(image.height, image.width, height))
+        return fit_image(image, height, _preview_width(image.height, image.width, height))
     with _open_video(source, settings) as video:
         if seconds:
             video.seek(int(seconds / video.time_base))  # to the key frame before; a reader that cannot is at the start
@@ -228,10 +228,10 @@ def read_glimpse(source: Source, settings: Settings, seconds: float, height: int
                 break
         if seen is None:
             raise UnusableSourceError("broken", "no frame can be decoded")
-        return seen.fitted(height, _glimpse_width(*seen.size, height))
+        return seen.fitted(height, _preview_width(*seen.size, height))
 
 
-def _glimpse_width(shown_height: int, shown_width: int, height: int) -> int:
+def _preview_width(shown_height: int, shown_width: int, height: int) -> int:
     """At a height; of strips it is a part."""
     return min(max(1, round(shown_width * height / shown_height)), 4 * height)
 

@@ -12,7 +12,7 @@ from megadit.train.data.ingest.plan import Kind, Settings, Source
 from megadit.train.data.ingest.sources.files import open_folder
 from megadit.train.data.ingest.sources.sources import SUFFIXES, kinds_in, list_folder
 
-LOOKED_AT = 48
+MOST_PROBED = 48
 """Number of sources to open, evenly spaced."""
 MOST_FRAMES, MOST_SECONDS = 240, 4.0
 """Limits of decoded frames and seconds per source, whichever is more, so that a clip at the target rate fits."""
@@ -65,14 +65,16 @@ def summarize(root: str, table: str | None = None) -> FolderSummary:
     sources = list_folder(root, kind, table).sources
     seen, unusable = summarize_sources(sources)
     if not seen:
-        raise UserError(f"none of {min(len(sources), LOOKED_AT)} {kind}s of {root} can be read ({', '.join(unusable)})")
+        raise UserError(
+            f"none of {min(len(sources), MOST_PROBED)} {kind}s of {root} can be read ({', '.join(unusable)})"
+        )
     captions = tuple(source.caption for source in sources if source.caption)
     return FolderSummary(kind=kind, count=len(sources), seen=tuple(seen), unusable=dict(unusable), captions=captions)
 
 
 def summarize_sources(sources: Sequence[Source]) -> tuple[list[Seen], Counter[str]]:
     """Open some of the sources, evenly over all; return their properties, and the reasons why others cannot be read."""
-    count = min(len(sources), LOOKED_AT)
+    count = min(len(sources), MOST_PROBED)
     seen, unusable = [], Counter()
     for source in (sources[number * len(sources) // count] for number in range(count)):
         try:

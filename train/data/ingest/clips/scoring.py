@@ -20,7 +20,7 @@ from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_fro
 from megadit.train.data.ingest.pool import Pool
 
 NO_SCORE = "no score: "
-LOOKED_AT = 32
+MOST_PROBED = 32
 """Number of first clips of which at least one must have a score of each requested name."""
 
 
@@ -96,7 +96,7 @@ def score_clips(
             if values := scorer.scores(decoded.frames_THWC, decoded.clip.source.caption):
                 scores.add(decoded.clip, values)
             bar.advance()
-            if number == min(LOOKED_AT, len(asked)):
+            if number == min(MOST_PROBED, len(asked)):
                 # cached scores count too, because a retry may consist of failing clips alone
                 known = (found for clip in clips if (found := scores.of(clip)))
                 _check_names(limits, chain(known, ({} for clip in asked[:number] if not scores.of(clip))))

@@ -26,7 +26,7 @@ from megadit.train.data.writer import write_members
 
 MOST_BYTES = 1 << 26
 """Maximum size of a file that is stored unchanged: each is in memory once. Larger ones are stored decoded."""
-LOOKED_AT = 1000
+MOST_PROBED = 1000
 """Number of files from whose sizes the total is estimated."""
 _ANIMATIONS = ((b"\x89PNG", "apng"), (b"RIFF", "webp"), (b"GIF8", "gif"))
 
@@ -104,7 +104,7 @@ def expected(clips: Iterable[Clip]) -> str:
             whole.append(clip.source)
         else:
             cut += 1
-    looked_at = whole[:: max(1, len(whole) // LOOKED_AT)]
+    looked_at = whole[:: max(1, len(whole) // MOST_PROBED)]
     num_bytes = sum(map(_size, looked_at)) * len(whole) / max(1, len(looked_at))
     return f"source media: {len(whole):,} files of about {num_bytes / 1e6:,.1f} MB together" + (
         f", and {cut:,} clips that are cut out of longer videos" if cut else ""

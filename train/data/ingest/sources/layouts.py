@@ -51,7 +51,7 @@ FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
 TEXT_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt", "texts.txt")
 CONDITION_FOLDERS = ("control_directory", "conditioning_data_dir", "control_path", "mask_path")
 """Keys in `*.toml` of trainers: folders of pictures that go with those that are trained on."""
-LOOKED_AT = 20
+MOST_PROBED = 20
 """Number of rows by which it is decided whether a table names files of the folder."""
 MOST_FOLDERS = 32
 """Folders of a prefix of all names of a table that are looked for."""
@@ -155,7 +155,7 @@ def _names_files(folder: Folder, table: Table) -> bool:
     as a whole."""
     resolver = Resolver(folder, table.base)
     try:
-        rows = list(islice(table.rows(), LOOKED_AT))
+        rows = list(islice(table.rows(), MOST_PROBED))
     except (UserError, ValueError):
         return True
     named = (name for row in rows for column in file_columns(tuple(row)) for name in files_of(row[column]))
@@ -166,7 +166,7 @@ def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
     """Whether a table names files and has captions: one of sizes or scores must not hide captions beside the files."""
     try:
         resolver = resolver_of(folder, table, reading.caption_encoding)
-        for row in islice(table.rows(reading.caption_encoding), LOOKED_AT):
+        for row in islice(table.rows(reading.caption_encoding), MOST_PROBED):
             if not any(row.get(column) for column in reading.columns or caption_columns(tuple(row))):
                 continue
             named = (name for column in file_columns(tuple(row)) for name in files_of(row[column]))
