@@ -158,7 +158,7 @@ def _prefix(medium: ConditioningItem, target: Target) -> Source:
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
     num_frames = encodable_frames(min(asked, len(medium.frames)), target.tokenizer)
     if num_frames >= target.num_frames:
-        raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
+        raise UserError(f"keep_frames={asked} leaves none of {target.num_frames} frames to generate")
     return Source(medium.frames[len(medium.frames) - num_frames :], 0)
 
 
@@ -166,14 +166,14 @@ def _suffix(medium: ConditioningItem, target: Target) -> Source:
     """Place the end of a video; its latents depend on unknown earlier frames, so its first frame is repeated there, and
     its last one where frames are decoded and then cut."""
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
-    given, compression = min(asked, len(medium.frames)), target.tokenizer.temporal_compression
+    num_frames, compression = min(asked, len(medium.frames)), target.tokenizer.temporal_compression
     num_cut = target.covering - target.num_frames
     fewest = compression - num_cut % compression
-    if given < fewest:
-        raise UserError(f"conditioning on a video's end takes at least {fewest} frames, got {given}")
-    count = (given + num_cut) // compression
+    if num_frames < fewest:
+        raise UserError(f"conditioning on a video's end takes at least {fewest} frames, got {num_frames}")
+    count = (num_frames + num_cut) // compression
     if count >= target.latent_frames:
-        raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
+        raise UserError(f"keep_frames={asked} leaves none of {target.num_frames} frames to generate")
     frames = medium.frames[: count * compression - num_cut]
     before = np.repeat(frames[:1], target.num_frames - len(frames), axis=0)
     first = target.latent_frames - count

@@ -74,7 +74,7 @@ def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None 
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise UserError(f"--video_save_path={save_path}: {directory} takes no file: {error.strerror}") from error
+        raise UserError(f"--video_save_path={save_path}: {directory} accepts no file: {error.strerror}") from error
     if is_file and len(specs) == 1:
         paths = [path]
     elif is_file:

@@ -248,7 +248,7 @@ class _Group:
                 if silent:
                     raise LostRankError(f"{self._named(silent)} has been silent for {PATIENCE:g} s")
                 if not left:
-                    raise LostRankError(f"{self._named(self._waiting)} has not answered within {seconds:g} s")
+                    raise LostRankError(f"{self._named(self._waiting)} has not responded within {seconds:g} s")
                 silent = self._waiting.keys() & self._heard  # a rank that is starting cannot answer pings yet
                 for connection in silent:
                     self._send(self._waiting[connection], PING)
@@ -285,7 +285,7 @@ class _Group:
         try:
             yield
         except BlockingIOError:
-            raise LostRankError(f"rank {rank} of {len(self._processes)} stands still within a message") from None
+            raise LostRankError(f"rank {rank} of {len(self._processes)} hangs in the middle of a message") from None
         except (EOFError, OSError):
             raise LostRankError(f"rank {rank} of {len(self._processes)} ended") from None
 

@@ -113,7 +113,7 @@ FAULTS = [
     ({"instruction": "make it red", "video": MP4}, "instruction replaces the prompt"),
     ({"input_video": MP4, "strength": 1.5}, "strength=1.5"),
     ({"continue_video": MP4, "keep_frames": -1}, "keep_frames=-1"),
-    ({"continue_video": MP4, "keep_frames": 9}, "leaves nothing to make"),
+    ({"continue_video": MP4, "keep_frames": 9}, "leaves none of"),
     ({"keyframe": (PNG,)}, "must be the number of a frame and a file"),
     ({"keyframe": (b"9:" + PNG,)}, "the video has the frames 0 to 8"),
     ({"video": MP4, "num_frames": 13}, "has 9 frames, 13 are needed"),

@@ -229,7 +229,7 @@ def _check_adapter(options: DistillOptions) -> None:
     )
     refuse(
         options.adapter_rank and any(not override.startswith("train.adapter.") for override in asked),
-        "each stage goes on with the adapter of the one before: give train.adapter.* for all of them",
+        "each stage continues the adapter of the one before: set train.adapter.* for all stages",
     )
     refuse(
         options.adapter_rank and any("checkpoint.init_from=" in override for override in options.overrides),

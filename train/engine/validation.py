@@ -23,7 +23,7 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.models.host_to_device import levels_on
-from megadit.models.machine import is_out_of_memory, said_of_memory
+from megadit.models.machine import is_out_of_memory, memory_message
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.shared.errors import UserError
@@ -232,7 +232,7 @@ def _generate(
         except (RuntimeError, MemoryError) as error:
             if is_together or groups.copy.size() > 1 or not is_out_of_memory(error):
                 raise
-            print(f"{without}, for want of memory: {said_of_memory(error)}", flush=True)
+            print(f"{without}, for want of memory: {memory_message(error)}", flush=True)
     is_reporting = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
     return dict(zip(mine, videos, strict=False)) if is_reporting else {}
 

@@ -179,7 +179,7 @@ def propose(seen: FolderSummary, machine: Machine, *, data: str, out: str, minut
         if _fits(config, machine):
             break
     else:
-        raise UserError(f"{machine.gpu.name} has no room for the smallest run of this folder")
+        raise UserError(f"{machine.gpu.name} has too little memory for the smallest run on this folder")
     rows, config = _replayed(rows, config, machine, scale, latents)
     seconds = step_seconds(config, machine.ranks, machine.gpu)
     samples = config.data.global_batch_size * config.data.seq_length // _most_tokens(latents, scale)

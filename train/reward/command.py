@@ -205,8 +205,9 @@ def _reward(options: RewardOptions) -> None:
             if good.place != base.path:
                 publish(good.place, options.out / result.name)
             raise UserError(
-                f"round {number}: {fault} ({found.text('base')}): what is rewarded can be had by making worse videos. "
-                f"{good.place} is kept; reward something else beside it, or try a lower optimizer.lr or fewer rounds"
+                f"round {number}: {fault} ({found.text('base')}): the policy gains reward by worse videos "
+                f"(reward hacking). {good.place} is kept; add another reward, or try a lower optimizer.lr or "
+                "fewer rounds"
             )
         good = policy
     out = options.out / result.name

@@ -115,7 +115,7 @@ class StageConfig:
         seconds = _seconds(self.time)
         if self.torchrun and seconds <= self.notice:  # told to stop at once, the job would be requeued for ever
             raise UserError(
-                f"{name}.time={self.time!r} is over after {seconds} s, and ranks are told to stop "
+                f"{name}.time={self.time!r} is over after {seconds} s, and ranks are signalled to stop "
                 f"{name}.notice={self.notice} s before; write H:MM:SS, or a shorter notice"
             )
         if self.torchrun and self.ranks(cluster) < 1:

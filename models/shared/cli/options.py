@@ -106,7 +106,7 @@ def _with_sides(values: Mapping[str, Any]) -> dict[str, Any]:
     if "size" not in values:
         return dict(values)
     if one := next((name for name in ("height", "width") if name in values), None):
-        raise UserError(f"--size says height and width; leave out --{one}")
+        raise UserError(f"--size sets height and width; leave out --{one}")
     return {**values, **dict(zip(("height", "width"), values["size"], strict=True))}
 
 

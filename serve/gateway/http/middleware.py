@@ -148,7 +148,7 @@ class Surroundings:
         if isinstance(error, _BodyTooLargeError):
             return ApiError(413, "too_large", str(error))
         if isinstance(error, _BodyTooSlowError):
-            return ApiError(408, "too_slow", f"the body did not come within {_SECONDS_OF_A_BODY:g} s")
+            return ApiError(408, "too_slow", f"the body did not arrive within {_SECONDS_OF_A_BODY:g} s")
         return ApiError(500, "internal_error", "the gateway failed; see its log")
 
     def _note(self, scope: Scope, status: int, seconds: float, span: Span) -> None:

@@ -104,7 +104,7 @@ def test_kept_latents_stay_on_the_line_that_training_noise_draws():
         ({}, {}, "needs one of strength and keep_frames"),
         ({"strength": 0.5, "keep_frames": 2}, {}, "needs one of strength"),
         ({"keep_frames": 0}, {}, "keep_frames=0 must be at least 1"),
-        ({"keep_frames": 5}, {}, "leaves nothing to make of 5 frames"),
+        ({"keep_frames": 5}, {}, "leaves none of 5 frames to generate"),
         ({"strength": 0.5}, {"num_frames": 9}, "has 5 frames, 9 are needed: set num_frames to at most 5"),
         ({"strength": 0.5, "frames": np.zeros((5, 16, 24, 3))}, {}, "must be uint8"),
     ],
@@ -239,7 +239,7 @@ def test_two_scales_lead_by_text_and_by_what_is_given(able):
         ({"kind": "inpaint", "mask": np.ones((4, 16, 24), bool)}, "the mask has 4 frames, the video 13"),
         ({"kind": "inpaint", "mask": np.ones((16, 24))}, "a mask must be bool"),
         ({"kind": "suffix", "keep_frames": 3}, "at least 4 frames"),
-        ({"kind": "prefix", "keep_frames": 13}, "leaves nothing to make"),
+        ({"kind": "prefix", "keep_frames": 13}, "leaves none of"),
         ({"kind": "edit", "frames": SOURCE[:5]}, "has 5 frames, 13 are needed"),
     ],
 )

@@ -194,7 +194,7 @@ def test_a_rank_that_stands_still_takes_no_large_message_for_ever(forked, bundle
     os.kill(pids(ranked)[-1], signal.SIGSTOP)
     large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
     assert difference(ranked(PROMPTS, **large), pipeline(PROMPTS, **large)) <= 1
-    assert "rank 0 of 1 stands still within a message; starting the ranks again" in capfd.readouterr().err
+    assert "rank 0 of 1 hangs in the middle of a message; starting the ranks again" in capfd.readouterr().err
 
 
 def test_a_rank_that_stands_still_in_its_answer_is_lost(forked, bundle_dir, pipeline, monkeypatch, capfd):
@@ -215,7 +215,7 @@ def test_a_rank_that_stands_still_in_its_answer_is_lost(forked, bundle_dir, pipe
     monkeypatch.setattr(ranked_module, "wait", wait_until_it_stands_still)
     assert difference(ranked(PROMPTS[:1], **large), expected) <= 1
     assert not is_there(rank)
-    assert "rank 0 of 1 stands still within a message; starting the ranks again" in capfd.readouterr().err
+    assert "rank 0 of 1 hangs in the middle of a message; starting the ranks again" in capfd.readouterr().err
 
 
 def test_rows_of_conditions_put_together_are_the_whole():

@@ -25,7 +25,7 @@ REFUSED_AT_THE_DOOR = [
 ]
 REFUSED_BY_THE_MODEL = [
     ({"video": MP4, "num_frames": 13}, "has 9 frames, 13 are needed"),
-    ({"continue_video": MP4, "keep_frames": 9}, "leaves nothing to make"),
+    ({"continue_video": MP4, "keep_frames": 9}, "leaves none of"),
     ({"lead_to_video": PNG}, "takes at least 4 frames"),
     ({"keyframe": (b"9:" + PNG,)}, "the video has the frames 0 to 8"),
     ({"video": MP4, "mask": GIF, "num_frames": 13}, "has 9 frames, 13 are needed"),

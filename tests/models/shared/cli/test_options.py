@@ -306,7 +306,7 @@ def test_any_option_of_two_sides_takes_both_forms():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--size", "8x16", "--height", "3"], "--size says height and width; leave out --height"),
+        (["--size", "8x16", "--height", "3"], "--size sets height and width; leave out --height"),
         (["--size", "8"], "--size: expected 2 arguments"),
         (["--size", "8xa"], "--size: expected 2 arguments"),
         (["--seize", "8x16"], "did you mean '--size'"),

@@ -207,7 +207,7 @@ def read_frames(
                     break
         if len(found) == len(pts_left):
             return np.stack([found[time] for time in pts])
-    raise UnusableSourceError("changed", f"frames that were there are gone; was {source.path} replaced?")
+    raise UnusableSourceError("changed", f"frames that the scan found are missing; was {source.path} replaced?")
 
 
 def read_preview(source: Source, settings: Settings, seconds: float, height: int) -> np.ndarray:

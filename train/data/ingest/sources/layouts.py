@@ -181,7 +181,7 @@ def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
 def resolver_of(folder: Folder, table: Table, encoding: str | None) -> "Resolver":
     """The resolver of a table's names, whose first rows say whether they begin elsewhere."""
     resolver = Resolver(folder, table.base)
-    rows = islice(table.rows(encoding), LOOKED_AT)
+    rows = islice(table.rows(encoding), MOST_PROBED)
     resolver.find_prefix(
         [name for row in rows for column in file_columns(tuple(row)) for name in files_of(row[column])]
     )

@@ -127,7 +127,7 @@ class _Unzipped(gzip.GzipFile):
     def read1(self, size: int = -1) -> bytes:
         content = super().read1(size)
         if self.tell() > _MOST_UNFOLDED * self._compressed.tell() + _FREE_BYTES:
-            raise OSError(f"it unfolds to over {_MOST_UNFOLDED} times its size; no captions do")
+            raise OSError(f"it decompresses to over {_MOST_UNFOLDED} times its size; no captions do")
         return content
 
     def close(self) -> None:

@@ -487,7 +487,7 @@ def test_a_compressed_table_does_not_unfold_without_end(tmp_path, monkeypatch):
     path.write_bytes(gzip.compress(f"file_name,text\n{long}".encode()))
     assert sum(1 for _ in read_table(str(path))) == 100_000, "two megabytes, as tables are"
     path.write_bytes(gzip.compress(CSV.encode() + b"\n" * (1 << 24)))
-    with pytest.raises(UserError, match="unfolds to over 100 times its size"):
+    with pytest.raises(UserError, match="decompresses to over 100 times its size"):
         list(read_table(str(path)))
 
 
