@@ -15,19 +15,19 @@ from megadit.train.config.schema import RunConfig
 
 
 def keys_page() -> str:
-    """Every key with its default and what it is, as `train/config/` says it."""
+    """Every key with its default and its description in `train/config/`."""
     about = """# Configuration
 
 Every key of a run, for YAML files (`--config-file`) and for `section.key=value` on the command line. Where there is no
 default the recipe decides; `megadit train --recipe NAME --print-config` shows all values of a run. A key that does not
-exist is refused with the nearest one that does. What keys must agree on stands in `train/config/rules.py`.
+exist is refused with the nearest one that does. Rules between keys are in `train/config/rules.py`.
 """
     tables = [_table(RunConfig, "")]
     return about + "\n".join(text for table in tables for text in table)
 
 
 def _table(of: type, prefix: str) -> Iterator[str]:
-    """Of a dataclass and, below, of those that its fields hold."""
+    """Tables of a dataclass and, below, of those that its fields hold."""
     description, inner = documentation(of), []
     rows = []
     for each in dataclasses.fields(of):
@@ -53,7 +53,7 @@ def _table(of: type, prefix: str) -> Iterator[str]:
 
 
 def documentation(of: type) -> dict[str, str]:
-    """What the help of each field of a dataclass, and the text below it, say."""
+    """Field of a dataclass -> its help and the text below it."""
     description = {name: described(about) for name, about in settings_of(of).items() if about.help}
     for field, text in chain.from_iterable(pairwise(_body(one)) for one in of.__mro__[:-1]):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):

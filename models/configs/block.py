@@ -34,6 +34,7 @@ class ExpertConfig:
     """
 
     num_experts: int = 0
+    """Experts of each layer; 0: an MLP in their place."""
     routing: Routing = "token_choice"
     top_k: int = 2
     """Experts of each token, with `token_choice`."""

@@ -242,10 +242,13 @@ class ParallelConfig:
     """
 
     tensor_model_parallel_size: int = setting(1, above=0)
+    """Ranks that share the matrices of each layer."""
     pipeline_model_parallel_size: int = setting(1, above=0)
+    """Pipeline stages, each with a share of the layers."""
     virtual_pipeline_model_parallel_size: int = setting(1, above=0)
     """Model chunks on each pipeline stage (interleaved schedule)."""
     context_parallel_size: int = setting(1, above=0)
+    """Ranks that share the tokens of each sample."""
     context_parallel_comm: ContextComm = setting("ulysses")
     """Data that context-parallel ranks exchange in attention: heads (`ulysses`), keys and values (`ring`), or `both`.
     """

@@ -82,6 +82,7 @@ class HealthConfig:
     spike_factor: float = setting(3.0, above=0)
     """A loss above this multiple of the median of the last `spike_window` losses is a spike."""
     spike_window: int = setting(100, above=0)
+    """Number of last steps whose losses give that median."""
     max_anomalies: int = setting(10, above=0)
     """Skipped or rolled back steps between two checkpoints after which the run ends."""
     watchdog_seconds: float = setting(1200.0, low=0)
