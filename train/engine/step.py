@@ -38,6 +38,7 @@ class StepResult:
     objective: float
     grad_norm: float
     lr: float
+    """Learning rate after the step, which is what Megatron's training loop logs, too."""
     tokens: int
     samples: int
     refused: dict[str, int]

@@ -68,7 +68,11 @@ def uses_distributed_optimizer(config: RunConfig) -> bool:
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then cosine, linear or no decay to `min_lr`; call `step(1)` once before each update."""
+    """Linear warm-up from 0, then cosine, linear or no decay to `min_lr`.
+
+    Call `step(1)` after each update, as Megatron's training loop does: with a warm-up the first update has a rate of 0,
+    as in EDM's.
+    """
     settings = config.optimizer
     return OptimizerParamScheduler(
         optimizer,
