@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "THREATS.md").read_text(encoding="utf-8")
-HANDED_OVER = "| by whom | what |"
+HANDED_OVER = "| from | input |"
 """The table of all that others may hand over."""
 
 

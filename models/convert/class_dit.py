@@ -7,6 +7,7 @@ from typing import Any
 from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
+    attention_width,
     copies,
     fuse_heads,
     permute_axis,
@@ -74,12 +75,11 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     channels, out_channels = values["in_channels"], values["out_channels"] or values["in_channels"]
     if out_channels not in (channels, 2 * channels):
         raise UserError(f"out_channels={out_channels} is neither in_channels={channels} nor twice that")
-    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
     return DiTConfig(
         **_COMMON,
         num_layers=values["num_layers"],
-        hidden_size=heads * head_dim,
-        num_attention_heads=heads,
+        hidden_size=attention_width(values),
+        num_attention_heads=values["num_attention_heads"],
         in_channels=channels,
         patch_spatial=values["patch_size"],
         num_classes=values["num_embeds_ada_norm"],

@@ -12,6 +12,7 @@ from torch import Tensor
 from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
+    attention_width,
     fuse_heads,
     input_patches,
     permute_axis,
@@ -69,7 +70,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     if patch_spatial != patch_width:
         raise UserError(f"patch_size={list(values['patch_size'])} is not square")
     sizes = [size // patch for size, patch in zip(values["max_size"], values["patch_size"], strict=True)]
-    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    width = attention_width(values)
     has_positions = values["extra_pos_embed_type"] == "learnable"
     fields = {
         "conditioning_mode": "augmented" if has_positions else "marked",
@@ -82,9 +83,9 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         parameterization="edm" if has_positions else "flow",
         sigma_data=0.5 if has_positions else 1.0,
         num_layers=values["num_layers"],
-        hidden_size=heads * head_dim,
-        num_attention_heads=heads,
-        ffn_hidden_size=int(heads * head_dim * values["mlp_ratio"]),
+        hidden_size=width,
+        num_attention_heads=values["num_attention_heads"],
+        ffn_hidden_size=int(width * float(values["mlp_ratio"])),
         in_channels=out_channels,
         patch_spatial=patch_spatial,
         patch_temporal=patch_temporal,

@@ -1,5 +1,6 @@
 """Recognises published checkpoints by their files: configuration, and their tensors under our names."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -247,7 +248,7 @@ def _read_settings(
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}, which every {what} has") from None
     except Exception as error:  # also a UserError, and errors by values of other types
-        if isinstance(error, UserError) and any(f"{name}=" in str(error) for name in values):
+        if isinstance(error, UserError) and values.keys() & set(re.findall(r"(?<![\w.])(\w+)=", str(error))):
             raise UserError(f"{path}: {error}") from None
         named = _at_fault(read, values, usual) or "settings"
         raise UserError(f"{path}: {named} is not a valid setting of a {what} ({error})") from None

@@ -3,14 +3,17 @@
 Shapes: D width, N heads, K head dim, C latent channels, pt/ph/pw sides of a patch.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from megadit.models.configs.config import DiTConfig
+from megadit.models.shared.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,15 @@ class Entry:
     split: Callable[[Tensor], Sequence[Tensor]]
     moves_inputs: bool = False
     """Whether the columns of their matrix have another order, or it is not a matrix."""
+
+
+def attention_width(values: Mapping[str, Any]) -> int:
+    """Width of all heads by diffusers' settings; raises UserError for a list, of which a product would be as many."""
+    heads_and_dim = {name: values[name] for name in ("num_attention_heads", "attention_head_dim")}
+    for name, value in heads_and_dim.items():
+        if not isinstance(value, int):
+            raise UserError(f"{name}={value!r:.40} is not a whole number")
+    return math.prod(heads_and_dim.values())
 
 
 def rename(name: str, theirs: str) -> Entry:

@@ -12,6 +12,7 @@ from typing import Any
 from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
+    attention_width,
     flattened,
     fuse_heads,
     input_patches,
@@ -68,7 +69,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
             f"in_channels={channels} but out_channels={out_channels}: only text- and image-to-video are supported"
         )
     image_size, of_keys = values.get("image_dim"), values.get("added_kv_proj_dim")
-    width = values["num_attention_heads"] * values["attention_head_dim"]
+    width = attention_width(values)
     if of_keys != (None if image_size is None else width):
         raise UserError(
             f"{DIFFUSERS_CLASS} with image_dim={image_size} and added_kv_proj_dim={of_keys} is not supported"

@@ -1,7 +1,9 @@
 """Every field of a published configuration is used, is known to be without effect, or is refused by its name."""
 
 import inspect
+import itertools
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +79,20 @@ def test_a_value_that_no_network_has_is_named(known):
                 config_of(known, values | {name: value}, Path("config.json"))
             except UserError as error:
                 assert str(error).startswith("config.json") and name in str(error), (name, value)
+
+
+@pytest.mark.parametrize("known", MODELS, ids=lambda known: known.DIFFUSERS_CLASS)
+def test_a_list_is_not_multiplied(known):
+    values = dict(MODELS[known]().config)
+    sizes = ["num_attention_heads", "attention_head_dim", *({"mlp_ratio"} & values.keys())]
+    tracemalloc.start()
+    for name, value in itertools.product(sizes, ([1] * 10**5, "x" * 10**6)):
+        large = dict(zip(sizes, (64, 128, 4.0), strict=False)) | {name: value}
+        with pytest.raises(UserError, match=rf"^config\.json: {name}="):
+            config_of(known, values | large, Path("config.json"))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 3e7
 
 
 DEFAULTS = {"num_steps": 5, "guidance": 1.0, "num_frames": 5, "height": 32, "width": 32, "fps": 8.0}

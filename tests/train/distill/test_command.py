@@ -229,7 +229,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
         (["consistency.optimizer.lr=9"], "a stage that is not run; the stages are: guidance"),
         (["train.adapter.alpha=4"], "give --adapter_rank N to have adapters"),
-        (["--adapter_rank", "4", "guidance.train.adapter.alpha=4"], "give train.adapter.* for all of them"),
+        (["--adapter_rank", "4", "guidance.train.adapter.alpha=4"], "set train.adapter.* for all stages"),
         (["--adapter_rank", "4", "checkpoint.init_from=elsewhere"], "leave out checkpoint.init_from"),
         (["--recipe", "digits_tiny", "--adapter_rank", "4", "model.parameterization=flow"], "leave out model.*"),
         (
