@@ -13,23 +13,19 @@ from fractions import Fraction
 from typing import BinaryIO
 
 import av
-import numpy as np
 from av.codec.context import Flags
 
 from megadit.infer.decoding import animations
+from megadit.infer.decoding.alpha import AlphaSideData, AlphaTrack, Decoded
 from megadit.infer.decoding.colour import NOT_CONVERTED
-from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
+from megadit.infer.decoding.containers import CONTAINERS, open_container
 from megadit.infer.decoding.cropping import NO_CROP, Crop, Cropper, crops_of
 from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.rules import Rules, UnusableSourceError, Work
 from megadit.models.shared.documents import placeholder
 
-_ALPHA_DECODERS = {"vp8": "vp8", "vp9": "vp9", "libvpx": "vp8", "libvpx-vp9": "vp9"}
 _COVERS = ("mjpeg", "png", "bmp", "tiff", "webp", "gif")
 """Codecs of pictures: beside a stream of another codec, one is a cover that is not marked as attached."""
-_MOST_WAITING = 64
-"""Frames that wait for their alpha, or it for them: ffmpeg reads the tracks of a file up to a second apart."""
-_Decoded = tuple[av.VideoFrame, np.ndarray | None, bool, bool]
 
 
 @contextmanager
@@ -99,9 +95,7 @@ class Video:
         self._container, self._rules, self._beat, self._durations = container, rules, beat, durations
         self._stream.codec_context.thread_count = 1  # sources are read in parallel already
         self._stream.codec_context.flags |= Flags.unaligned  # else columns cropped at the left are shown
-        self._track = _alpha_track(container, self._stream)
-        self._planes: dict[int, np.ndarray] = {}
-        """Time -> alpha channel, of the track that has it alone."""
+        self._track = AlphaTrack.find(container, self._stream)
         rules.check(self._stream.width, self._stream.height)
         crop = crops[self._stream.index] if self._stream.index < len(crops) else NO_CROP
         self._cropper = Cropper(crop, self._stream.width, self._stream.height)
@@ -150,7 +144,7 @@ class Video:
     def frames(self) -> Iterator[Frame]:
         """Every frame once, in presentation order, with increasing times."""
         clock = Clock(self._container.format, self.time_base, self.fps)
-        aspect = self.pixel_aspect
+        aspect, decoded = self.pixel_aspect, self._decoded()
         frames = (
             Frame(
                 pixels=pixels,
@@ -162,35 +156,20 @@ class Video:
                 is_damaged=is_damaged,
                 follows_loss=follows_loss,
             )
-            for pixels, alpha_HW, is_damaged, follows_loss in self._with_alpha()
+            for pixels, alpha_HW, is_damaged, follows_loss in (self._track.paired(decoded) if self._track else decoded)
         )
         for frame in deinterlaced(frames):
             self.is_regular = self.is_regular and clock.is_regular
             yield self._cropper(frame)
 
-    def _with_alpha(self) -> Iterator[_Decoded]:
-        """Decoded frames with the planes of the alpha track, whose packets come before or after theirs."""
-        waiting: deque[_Decoded] = deque()
-        for decoded in self._decoded():
-            waiting.append(decoded)
-            while waiting and (
-                self._track is None or waiting[0][0].pts in self._planes or len(waiting) > _MOST_WAITING
-            ):
-                yield self._paired(*waiting.popleft())
-        yield from (self._paired(*decoded) for decoded in waiting)
-
-    def _paired(self, frame: av.VideoFrame, alpha_HW: np.ndarray | None, *flags: bool) -> _Decoded:
-        return frame, self._planes.pop(frame.pts, alpha_HW), *flags
-
-    def _decoded(self) -> Iterator[_Decoded]:
+    def _decoded(self) -> Iterator[Decoded]:
         """(frame, alpha, whether it is damaged, whether others before it were lost).
 
         Frames after a damaged one depend on it, until the next key frame.
         """
         is_damaged = follows_loss = False
-        alpha = _AlphaStream(self._stream, self._rules) if self._stream.metadata.get("alpha_mode") == "1" else None
-        track = self._track
-        tracks = [self._stream] if track is None else [self._stream, track]
+        alpha = AlphaSideData(self._stream, self._rules) if self._stream.metadata.get("alpha_mode") == "1" else None
+        tracks = [self._stream, *([self._track.stream] if self._track else [])]
         packets, work = self._container.demux(tracks), Work()
         while True:
             self._beat()
@@ -205,10 +184,8 @@ class Video:
             except (av.FFmpegError, EOFError):
                 return
             work.add(packet.size, sum(frame.width * frame.height for frame in frames))
-            if packet.stream is track:
-                self._planes.update((frame.pts, _eight_bits(frame)) for frame in frames)
-                while len(self._planes) > _MOST_WAITING:  # of times at which no frame is
-                    del self._planes[next(iter(self._planes))]
+            if self._track and packet.stream is self._track.stream:
+                self._track.add(frames)
                 continue
             planes = alpha.decode(packet) if alpha else []
             for number, frame in enumerate(frames):
@@ -217,45 +194,6 @@ class Video:
                 is_damaged = frame.is_corrupt or (is_damaged and not frame.key_frame)
                 yield frame, planes[number] if number < len(planes) else None, is_damaged, follows_loss
                 follows_loss = False
-
-
-class _AlphaStream:
-    """Alpha channel of a VP8 or VP9 video: side data of its packets, which its decoder does not read."""
-
-    def __init__(self, stream: av.VideoStream, rules: Rules) -> None:
-        self._decoder = av.CodecContext.create(_ALPHA_DECODERS[stream.codec_context.name], "r")
-        self._decoder.options = {"max_pixels": pixel_limit(rules.max_pixels)}
-        self._decoder.thread_count = 1
-
-    def decode(self, packet: av.Packet) -> list[np.ndarray]:
-        """Alpha of each frame of a packet: uint8 HW."""
-        for data in packet.iter_sidedata():
-            if data.data_type == "matroska_block_additional":
-                content = bytes(data)[8:]  # after the identifier of the side data
-                try:
-                    frames = self._decoder.decode(av.Packet(content))
-                except av.FFmpegError:
-                    return []
-                return [frame.to_ndarray(format=frame.format.name)[: frame.height, : frame.width] for frame in frames]
-        return []
-
-
-def _alpha_track(container: av.container.InputContainer, stream: av.VideoStream) -> av.VideoStream | None:
-    """The grey stream of an animated AVIF that is the alpha channel of this one."""
-    if container.metadata.get("major_brand") != "avis":
-        return None
-    after = (other for other in container.streams.video if other.index > stream.index and other.codec_context)
-    return next((other for other in after if other.frames == stream.frames and _is_grey(other)), None)
-
-
-def _is_grey(stream: av.VideoStream) -> bool:
-    return (stream.codec_context.pix_fmt or "").startswith("gray")
-
-
-def _eight_bits(frame: av.VideoFrame) -> np.ndarray:
-    """A grey frame as it is stored, in uint8 HW."""
-    plane_HW = frame.to_ndarray()
-    return (plane_HW >> max(0, frame.format.components[0].bits - 8)).astype(np.uint8)
 
 
 def _is_picture(stream: av.VideoStream) -> bool:

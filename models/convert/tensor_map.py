@@ -29,7 +29,7 @@ class Entry:
 
 
 def attention_width(values: Mapping[str, Any]) -> int:
-    """Width of all heads by diffusers' settings; raises UserError for a list, of which a product would be as many."""
+    """Width of all heads by diffusers' settings. Raises UserError for a list, which a product would make as long."""
     heads_and_dim = {name: values[name] for name in ("num_attention_heads", "attention_head_dim")}
     for name, value in heads_and_dim.items():
         if not isinstance(value, int):

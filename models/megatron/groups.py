@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ from megadit.models.megatron.plan import Axes
 from megadit.models.packing.segments import TokenMesh
 from megadit.models.shared.errors import UserError
 
+Result = TypeVar("Result")
+SECONDS_OF_A_SIGN = 30.0
+"""Interval in which the first rank tells the others that a long task goes on."""
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
 
 
@@ -186,6 +191,20 @@ def destroy() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def computed_by_first(compute: Callable[[], Result], mark: Callable[[], None], *, is_first: bool) -> Result:
+    """The result, on all ranks, of what the first one computes; others wait however long it takes: neither the
+    watchdog, to which `mark` reports, nor a collective's limit of time ends them."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        future = thread.submit(compute) if is_first else None
+        found: list[tuple[Result] | None] = [None]
+        while found[0] is None:
+            mark()
+            if future is not None and wait([future], SECONDS_OF_A_SIGN).done:
+                found = [(future.result(),)]
+            dist.broadcast_object_list(found, src=0)
+    return found[0][0]
 
 
 @contextmanager

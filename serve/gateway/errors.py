@@ -13,8 +13,11 @@ from starlette.routing import Match
 from megadit.models.shared.errors import did_you_mean
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.store.database import in_a_line
+from megadit.serve.gateway.store.jobs import Job
 
 _RETRY_SECONDS = 2
+_STATUSES = {"invalid_request": 400, "adapter_not_found": 400, "guardrail": 400, "timed_out": 504}
+"""Error code of a job -> HTTP status of failures that are not the service's fault or timeouts; others are 500."""
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
 IN_WORDS = {
     "size": "give WIDTHxHEIGHT in pixels, such as 512x288",
@@ -50,6 +53,14 @@ def of_validation(error: ValidationError | RequestValidationError, fields: Colle
     if first["type"] == "extra_forbidden":
         said = f"there is no such field{did_you_mean(param, fields)}"
     return ApiError(400, "invalid_request", f"{param or 'the body'}: {said}"[:500], param=param or None)
+
+
+def of_job(job: Job | None, video_id: str) -> ApiError:
+    """The error of a video that a client waited for."""
+    if job is None:
+        return ApiError(404, "deleted", f"{video_id} was deleted")
+    code = job.error_code or "server_failed"
+    return ApiError(_STATUSES.get(code, 500), code, f"{job.error_message} ({video_id})")
 
 
 def install(app: FastAPI) -> None:

@@ -15,12 +15,11 @@ import dataclasses
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from megadit.models.megatron.checkpoint import (
     named_checkpoints,
     read_state,
 )
-from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.groups import Groups, computed_by_first
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
@@ -58,11 +57,8 @@ from megadit.train.config.load import to_yaml
 from megadit.train.config.schema import RunConfig
 
 Fence = Callable[[], None]
-Result = TypeVar("Result")
 FORMAT_VERSION = 2
 LOADERS = "loaders"
-SECONDS_OF_A_SIGN = 30.0
-"""Interval in which the first rank tells the others that a long task goes on."""
 
 
 @dataclass(slots=True)
@@ -234,7 +230,7 @@ class CheckpointStore:
 
     def _finish_copy(self) -> None:
         if self._config.checkpoint.copy_to is not None:
-            self._by_first(lambda: self._copy.finish())
+            computed_by_first(lambda: self._copy.finish(), self._mark, is_first=self._groups.is_first)
 
     def load(self, path: Path, tensors: TrainedTensors) -> tuple[RunState, SavedReaders]:
         """Restore the tensors of a checkpoint that `latest` found; return the state of the run and of all readers.
@@ -257,25 +253,12 @@ class CheckpointStore:
         """Broadcast the candidates that the first rank finds, one by one (the next may have to be fetched)."""
         iterator = candidates() if self._groups.is_first else None
         while True:
-            found = self._by_first(lambda: _next_or_error(iterator))
+            found = computed_by_first(lambda: _next_or_error(iterator), self._mark, is_first=self._groups.is_first)
             if isinstance(found, UserError):
                 raise found
             if found is None:
                 return
             yield found
-
-    def _by_first(self, compute: Callable[[], Result]) -> Result:
-        """The result, on all ranks, of what the first one computes; others wait however long a copy takes: neither the
-        watchdog nor a collective's limit of time ends them."""
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            future = thread.submit(compute) if self._groups.is_first else None
-            found: list[tuple[Result] | None] = [None]
-            while found[0] is None:
-                self._mark()
-                if future is not None and wait([future], SECONDS_OF_A_SIGN).done:
-                    found = [(future.result(),)]
-                dist.broadcast_object_list(found, src=0)
-        return found[0][0]
 
     def _own(self) -> Iterator[Path]:
         yield from reversed(named_checkpoints(self.root))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.shards import describe_shards
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
@@ -272,6 +273,12 @@ def _add_member(shard: tarfile.TarFile, name: str, content: bytes | Path) -> Non
 def is_prepared(folder: Path) -> bool:
     """Whether a folder holds a finished data set."""
     return (folder / INFO_FILE).is_file() and (folder / FOLDER / CRUDE).is_file()
+
+
+def lock_of(out: Path, part: str = "") -> FolderLock:
+    """Lock of a data set, or of a `part` of the work, next to the folder (which `--overwrite` removes)."""
+    place = out if out.name else out.resolve()  # "." has none
+    return FolderLock(out, "prepares", path=place.with_name(f".{place.name}{part}.lock"))
 
 
 def is_done(out: Path, *, overwrite: bool = False) -> bool:

@@ -72,8 +72,7 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
                 # a collective fails like this if its peer is gone
                 if (lost := watchdog.lost_rank()) is None:
                     raise
-                print(f"error: {lost}; run the same command to continue", file=sys.stderr, flush=True)
-                os._exit(EXIT_CODE)  # the process groups cannot be destroyed without the lost rank
+                _end(f"{lost}; run the same command to continue", EXIT_CODE)
 
 
 @contextmanager
@@ -96,17 +95,20 @@ def _sole_writer(config: RunConfig, groups: Groups) -> Iterator[Fence]:
         yield lock.check if is_first else lambda: None
 
 
+def _end(error: str, code: int) -> NoReturn:
+    """End this rank at once: its process groups cannot be destroyed without the others, whose watchdogs report it."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
-    """End this rank; the watchdogs of the others report it."""
     data, said = config.data, memory_message(error)
-    print(
-        f"error: no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
+    _end(
+        f"no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
         f"{data.micro_batch_size} at a time ({said}); lower these, or recompute (parallel.recompute_granularity=auto); "
         "`--dry-run` estimates what a run takes",
-        file=sys.stderr,
-        flush=True,
+        2,
     )
-    os._exit(2)  # the process groups cannot be destroyed without the others
 
 
 @contextmanager
@@ -119,13 +121,11 @@ def _ending_with_readers() -> Iterator[None]:
             raise
         with suppress(RuntimeError):  # of torch's handler, if what it told came first as a broken pipe
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        print(
-            f"error: a process that reads data has ended ({str(error).strip() or type(error).__name__}), perhaps for "
-            "lack of memory; run the same command to continue, if need be with fewer data.num_workers",
-            file=sys.stderr,
-            flush=True,
+        _end(
+            f"a process that reads data has ended ({str(error).strip() or type(error).__name__}), perhaps for lack of "
+            "memory; run the same command to continue, if need be with fewer data.num_workers",
+            EXIT_CODE,
         )
-        os._exit(EXIT_CODE)  # the process groups cannot be destroyed without the others
 
 
 def _is_of_lost_reader(error: Exception) -> bool:

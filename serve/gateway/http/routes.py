@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from megadit.models.diffusion.conditioning_settings import CONDITIONING
 from megadit.models.shared.errors import UserError
 from megadit.serve.events import AdapterNotFoundError, InvalidRequestError
-from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
+from megadit.serve.gateway.errors import ApiError, not_found, of_job, of_validation, unavailable
 from megadit.serve.gateway.http.content import Asked, content_of, picture_content_of, read_video
 from megadit.serve.gateway.http.schemas import (
     ERRORS,
@@ -65,8 +65,6 @@ def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str,
 
 _CREATE = body_of(json="CreateVideo", form="CreateVideoForm")
 _MAKE = {"response_class": Response, "responses": _content(*SUFFIXES), "openapi_extra": _CREATE}
-_STATUSES = {"invalid_request": 400, "adapter_not_found": 400, "guardrail": 400, "timed_out": 504}
-"""Error code of a job -> HTTP status of failures that are not the service's fault or timeouts; others are 500."""
 _IdempotencyKey = Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")]
 
 
@@ -105,7 +103,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
                 await run_in_threadpool(_delete, gateway, key, video.id)
             raise
         if job is None or job.status == FAILED:
-            raise _failure(job, video.id)
+            raise of_job(job, video.id)
         answer = await run_in_threadpool(content_of, gateway.results, job)
         answer.headers["x-video-id"] = job.id
         return answer
@@ -216,14 +214,6 @@ def _delete(gateway: Gateway, key: Key, video_id: str) -> VideoDeleted:
     except Exception as error:  # file systems raise any exception; the next start removes the video
         log("result not removed", error=error, job=video_id)
     return VideoDeleted(id=video_id)
-
-
-def _failure(job: Job | None, video_id: str) -> ApiError:
-    """The error of a video that a client waited for."""
-    if job is None:
-        return ApiError(404, "deleted", f"{video_id} was deleted")
-    code = job.error_code or "server_failed"
-    return ApiError(_STATUSES.get(code, 500), code, f"{job.error_message} ({video_id})")
 
 
 async def _accepted(gateway: Gateway, key: Key, request: Request, idempotency_key: str | None) -> Video:

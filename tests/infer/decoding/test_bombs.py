@@ -4,7 +4,6 @@ import io
 import os
 import struct
 import zlib
-from fractions import Fraction
 
 import av
 import numpy as np
@@ -20,6 +19,7 @@ from megadit.infer.decoding.sampling import read_all
 from megadit.infer.evaluate.videos import _opens
 from megadit.train.data.ingest.clips.scan import scan
 from megadit.train.data.ingest.plan import Settings, Source
+from tests.infer.decoding import test_times as times
 
 
 def gif(count: int, side: int) -> bytes:
@@ -109,19 +109,9 @@ def test_frames_that_fill_the_memory_are_refused_while_they_are_read(kind, count
 
 
 def test_a_frame_that_is_held_for_a_day_at_a_high_rate_fills_no_memory(monkeypatch):
-    file = io.BytesIO()
-    with av.open(file, "w", format="matroska") as container:
-        stream = container.add_stream("libx264", rate=900)
-        stream.width = stream.height = 16
-        stream.pix_fmt, stream.time_base = "yuv420p", Fraction(1, 1000)
-        for time in (0, 1, 2, 80_000_000):
-            frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")
-            frame.pts, frame.time_base = time, Fraction(1, 1000)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
     monkeypatch.setattr(sampling, "host_memory", lambda: 1 << 20)
     with pytest.raises(UnusableSourceError, match="682 first frames of 16x16 fill the memory"):
-        read_all(io.BytesIO(file.getvalue()), Rules())
+        read_all(times.clip((0, 0.001, 0.002, 80_000), rate=900), Rules())
 
 
 HEADS = {

@@ -12,11 +12,11 @@ from megadit.infer.decoding.sampling import USUAL_FPS, read_all
 from megadit.infer.decoding.video import Video
 
 
-def clip(times):
-    """A Matroska of 16x16 frames at these times, in seconds."""
+def clip(times, rate=25):
+    """A Matroska of 16x16 frames at these times, in seconds, whose header has a rate."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as container:
-        stream = container.add_stream("libx264", rate=25)
+        stream = container.add_stream("libx264", rate=rate)
         stream.width = stream.height = 16
         stream.pix_fmt, stream.time_base = "yuv420p", Fraction(1, 1000)
         for number, seconds in enumerate(times):

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 import torch.distributed as dist
 
+from megadit.models.megatron import groups
 from megadit.models.megatron.integrity import SUMS, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
-from megadit.train.checkpoints import checkpoint as checkpoints
 from megadit.train.checkpoints.checkpoint import CheckpointStore
 from megadit.train.checkpoints.mirror import SecondCopy, check_url
 from megadit.train.recipes import load_recipe
@@ -108,7 +108,7 @@ def test_a_url_that_cannot_be_used(url):
 def test_all_ranks_report_to_the_watchdog_while_the_first_copies(is_first, monkeypatch, tmp_path):
     """A copy of some hundred gigabytes takes longer than a collective, or the watchdog, waits."""
     signs, done = [], []
-    monkeypatch.setattr(checkpoints, "SECONDS_OF_A_SIGN", 0.02)
+    monkeypatch.setattr(groups, "SECONDS_OF_A_SIGN", 0.02)
     monkeypatch.setattr(dist, "barrier", lambda: None)
 
     def broadcast(found, src):

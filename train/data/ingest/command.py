@@ -11,7 +11,6 @@ from megadit.models.shared.cli.options import SIDES, read_options
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
-from megadit.models.shared.folder_lock import FolderLock
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.clips.captions import CaptionServer
 from megadit.train.data.ingest.clips.encodings import default_encodings, read_encodings
@@ -27,7 +26,7 @@ from megadit.train.data.ingest.sources.webdataset import list_webdataset
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.update import changes
 from megadit.train.data.ingest.workers import Shard, join_workers
-from megadit.train.data.writer import is_prepared
+from megadit.train.data.writer import is_prepared, lock_of
 from megadit.train.dataset.dataset_info import INFO_FILE
 from megadit.train.dataset.places import is_url
 
@@ -231,7 +230,8 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
         ray = start_ray() if is_on_ray else None
         if workers.is_first:
             if not is_task:
-                held.enter_context(_lock(options.out, workers.shard))
+                part = "" if workers.is_whole else f".{workers.shard.number}-{workers.shard.count}"
+                held.enter_context(lock_of(options.out, part))
             # only after all checks of its replacement, and only a data set (other folders have a megadit.json too)
             if common.overwrite and (notes.settings.is_file() or is_prepared(notes.root)):
                 _remove(options)
@@ -264,13 +264,6 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
             if workers.is_first and workers.is_whole:
                 notes.withdraw()
             raise
-
-
-def _lock(out: Path, shard: Shard) -> FolderLock:
-    """Lock of one shard of the work, next to the folder (which `--overwrite` removes)."""
-    of = "" if shard.count == 1 else f".{shard.number}-{shard.count}"
-    place = out if out.name else out.resolve()  # "." has none
-    return FolderLock(out, "prepares", path=place.with_name(f".{place.name}{of}.lock"))
 
 
 def _changes(preparation: stages.Preparation) -> str:

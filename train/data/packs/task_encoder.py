@@ -41,7 +41,7 @@ class RefusedSamples:
         self._unreported: Counter[str] = Counter()
         self._shards: Counter[str] = Counter()
         """Unreadable samples since the last good one, by shard."""
-        self._untold_shards: list[str] = []
+        self._unreported_shards: list[str] = []
         self._in_a_row = 0
 
     def accept(self) -> None:
@@ -51,7 +51,7 @@ class RefusedSamples:
     def take(self) -> dict[str, tuple[Any, ...]]:
         """Numbers of rejected samples since the last call, in the order of `REFUSALS`, and their shards."""
         unreported, self._unreported = self._unreported, Counter()
-        shards, self._untold_shards = self._untold_shards, []
+        shards, self._unreported_shards = self._unreported_shards, []
         return {"refused": tuple(unreported[kind] for kind in REFUSALS), "unreadable_shards": tuple(shards)}
 
     def refuse(self, sample_id: str, kind: str, reason: str, detail: str = "", shard: str = "") -> NoReturn:
@@ -59,7 +59,7 @@ class RefusedSamples:
         self._unreported[kind] += 1
         if shard:
             self._shards[shard] += 1
-            self._untold_shards.append(shard)
+            self._unreported_shards.append(shard)
         self.counts[reason] += 1
         self._in_a_row += 1
         count = self.counts[reason]

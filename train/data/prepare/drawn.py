@@ -1,6 +1,5 @@
 """Synthetic data sets: `megadit prepare digits OUT`, `megadit prepare shapes OUT`."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
-from megadit.train.data.writer import DatasetWriter, is_done
+from megadit.train.data.writer import DatasetWriter, is_done, lock_of
 from megadit.train.dataset.dataset_info import DatasetInfo
 
 TEXT_WIDTH = 64
@@ -216,8 +214,7 @@ class DrawnOptions:
 def command(drawn: Drawn, argv: list[str]) -> int:
     """Runs `megadit prepare` for a synthetic data set."""
     options = read_options(DrawnOptions, argv, prog=f"megadit prepare {drawn.name}", description=drawn.description)
-    out = Path(os.path.abspath(options.out))
-    with FolderLock(options.out, "prepares", path=out.with_name(f".{out.name}.lock")):
+    with lock_of(options.out):
         if is_done(options.out, overwrite=options.overwrite):
             return 0
         prepare_drawn(

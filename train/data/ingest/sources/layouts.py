@@ -165,8 +165,9 @@ def _names_files(folder: Folder, table: Table) -> bool:
 def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
     """Whether a table names files and has captions: one of sizes or scores must not hide captions beside the files."""
     try:
-        resolver = resolver_of(folder, table, reading.caption_encoding)
-        for row in islice(table.rows(reading.caption_encoding), MOST_PROBED):
+        rows = list(islice(table.rows(reading.caption_encoding), MOST_PROBED))
+        resolver = resolver_of(folder, table, rows)
+        for row in rows:
             if not any(row.get(column) for column in reading.columns or caption_columns(tuple(row))):
                 continue
             named = (name for column in file_columns(tuple(row)) for name in files_of(row[column]))
@@ -178,10 +179,9 @@ def _is_of_captions(folder: Folder, table: Table, reading: Reading) -> bool:
     return False
 
 
-def resolver_of(folder: Folder, table: Table, encoding: str | None) -> "Resolver":
-    """The resolver of a table's names, whose first rows say whether they begin elsewhere."""
+def resolver_of(folder: Folder, table: Table, rows: Sequence[dict[str, Any]]) -> "Resolver":
+    """The resolver of a table's names, whose first `rows` say whether they begin elsewhere."""
     resolver = Resolver(folder, table.base)
-    rows = islice(table.rows(encoding), MOST_PROBED)
     resolver.find_prefix(
         [name for row in rows for column in file_columns(tuple(row)) for name in files_of(row[column])]
     )

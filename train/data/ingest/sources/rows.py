@@ -75,8 +75,9 @@ def _read_table(path: str, encoding: str | None) -> Iterator[dict[str, Any]]:
                 for number, line in enumerate(lines_of(file, path), 1):
                     if line.strip():
                         found = parse_loose_json(line, f"line {number} of {path}", is_finite=False)
-                        rows = [_turned_row(found)] if _turned_row(found) else found
-                        yield from (_row(row, path) for row in (rows if isinstance(rows, list) else [rows]))
+                        pair = _turned_row(found)
+                        rows = found if isinstance(found, list) and not pair else [pair or found]
+                        yield from (_row(row, path) for row in rows)
         elif suffix in JSON:
             with open_text(path, encoding) as file:
                 content = file.read(MAX_JSON_BYTES + 1)

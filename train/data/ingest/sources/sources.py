@@ -33,6 +33,7 @@ from megadit.train.data.ingest.plan import Kind, Skip, Source
 from megadit.train.data.ingest.sources.files import Folder, open_file, open_folder, stem_of
 from megadit.train.data.ingest.sources.layouts import (
     METADATA,
+    MOST_PROBED,
     SIDE_SUFFIXES,
     SUBTITLES,
     Resolver,
@@ -201,12 +202,13 @@ class _Lister:
     # --- tables
 
     def _read_table(self, table: Table, *, is_named: bool) -> None:
-        asked = self.reading.columns
-        resolver = resolver_of(self.folder, table, self.reading.caption_encoding)
+        asked, rows = self.reading.columns, _with_messages(table.rows(self.reading.caption_encoding), table.name)
+        probed = list(islice(rows, MOST_PROBED))
+        resolver = resolver_of(self.folder, table, probed)
         columns: dict[str, None] = {}
         has_captions, first, inside, short = False, len(self.listing.sources), True, PurePosixPath(table.name).name
         must_be_one = is_named or PurePosixPath(table.name).stem.lower() == METADATA
-        for number, row in enumerate(_with_messages(table.rows(self.reading.caption_encoding), table.name)):
+        for number, row in enumerate(chain(probed, rows)):
             columns |= dict.fromkeys(each for each in row if each != REST)
             files = file_columns(tuple(row))
             if not files and must_be_one:
