@@ -47,7 +47,7 @@ class AlphaTrack:
 
     @classmethod
     def find(cls, container: av.container.InputContainer, stream: av.VideoStream) -> "AlphaTrack | None":
-        """That of `stream`, if there is one."""
+        """The alpha track of `stream`; None if it has none."""
         if container.metadata.get("major_brand") != "avis":
             return None
         after = (other for other in container.streams.video if other.index > stream.index and other.codec_context)
