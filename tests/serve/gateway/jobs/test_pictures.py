@@ -141,6 +141,7 @@ def test_one_picture_is_made_at_a_time_and_all_else_goes_on(finished, gateway, u
         asks = {"params": {"variant": "thumbnail"}, "headers": dict(neighbour.headers)}
         other = threads.submit(lambda: outside.get(its_path, **asks).status_code)
         eventually(lambda: gateway.metrics.streams._value.get() == 61)
+        eventually(lambda: len(gateway.picturing._count) == 2)  # keys that wait or run; a counted request may not yet
         may_end.set()
         assert other.result() == 200 and set(ask) == {200}
     assert encode_mp4(levels(7), 8) in ended[:3]
